@@ -106,13 +106,15 @@ pub enum End {
     Deadline = 6,
     /// A fault ended the run, which its owner has been told. Workers record faults elsewhere.
     Failed = 7,
+    /// The host found a stop string in the text. Workers do not know texts: theirs is [`End::Stopped`], or what else ended it just then.
+    StopString = 8,
 }
 
 impl End {
     /// The reason numbered `number`.
     pub fn from_u32(number: u32) -> Option<End> {
         use End::*;
-        [Running, MaxTokens, StopToken, ContextFull, Stopped, PromptDone, Deadline, Failed]
+        [Running, MaxTokens, StopToken, ContextFull, Stopped, PromptDone, Deadline, Failed, StopString]
             .into_iter()
             .find(|end| *end as u32 == number)
     }

@@ -59,6 +59,38 @@ fn own_options(number: usize, n: usize, stop: Option<u32>) -> GenerateOptions {
     GenerateOptions { stop_tokens: Some(stop.into_iter().collect()), ..of_kind }
 }
 
+/// Workers know nothing of one's stop string, and others go on as they would have.
+#[test]
+fn a_stop_string_ends_one_of_a_batch() {
+    let model = fixture(MODELS[0]);
+    let prompts = prompts(&model, &[9, 38, 6]);
+    let mut single = Engine::new(&model, &config(Device::Cpu, None)).unwrap();
+    let free = options(12);
+    let mut expected: Vec<Outcome> = prompts.iter().map(|prompt| alone(&mut single, prompt, &free)).collect();
+    let stop = expected[1].1.chars().skip(6).take(3).collect::<String>();
+    let stopped = GenerateOptions { stop_strings: vec![stop.clone()], ..free.clone() };
+    expected[1] = alone(&mut single, &prompts[1], &stopped);
+    assert_eq!(expected[1].2, Some(End::StopString), "{stop:?}");
+    let mut engine = Engine::new(&model, &config(Device::Cpu, Some(2))).unwrap();
+    let mut batch = engine.batch().unwrap();
+    let mut made = BTreeMap::new();
+    batch.add(&prompts[0], &free).unwrap();
+    batch.add(&prompts[1], &stopped).unwrap();
+    while batch.room() == 0 {
+        take(&mut batch, 1, &mut made);
+    }
+    // Into the cache of the one that ended, if it was that one, which reads its prompt again where it was told to.
+    batch.add(&prompts[2], &free).unwrap();
+    take(&mut batch, usize::MAX, &mut made);
+    let again = batch.add(&prompts[1], &GenerateOptions { reuse_prefix: true, ..stopped }).unwrap();
+    take(&mut batch, usize::MAX, &mut made);
+    assert!(batch.is_ended() && batch.room() == 2);
+    for (number, expected) in expected.iter().enumerate() {
+        assert_eq!(outcome(&batch, number, &made), *expected, "sequence {number}");
+    }
+    assert_eq!(outcome(&batch, again, &made), expected[1]);
+}
+
 #[test]
 fn who_joins_gets_what_it_gets_alone_and_disturbs_nobody() {
     for name in MODELS {

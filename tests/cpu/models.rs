@@ -715,6 +715,66 @@ fn a_stopper_ends_its_run_and_no_other() {
     [kept, dropped, stopper].iter().for_each(perpetua::Stopper::stop);
 }
 
+/// A stop string ends the text before it, wherever tokens begin; what only began to be one is given out.
+#[test]
+fn a_generation_ends_before_a_stop_string() {
+    let model = Model::load(fixture("tiny-qwen3")).unwrap();
+    let prompt = model.encode("The licence gives every user the freedom to").unwrap();
+    for (device, prompt_lookup) in [(Device::Cpu, None), (Device::Cpu, Some(3)), (Device::Reference, None)] {
+        let config =
+            EngineConfig { device, prompt_lookup, threads: Some(2), max_context: Some(64), ..Default::default() };
+        let mut engine = Engine::new(&model, &config).unwrap();
+        let mut made = |stop_strings: &[String]| {
+            let stop_strings = stop_strings.to_vec();
+            let options = GenerateOptions { max_new_tokens: 24, stop_strings, ..GenerateOptions::default() };
+            let mut generation = engine.generate(&prompt, &options).unwrap();
+            let tokens: Vec<_> = generation.by_ref().map(Result::unwrap).collect();
+            assert!(generation.is_ended());
+            (tokens, generation.end())
+        };
+        let (whole, end) = made(&[]);
+        assert_eq!((whole.len(), end), (24, Some(End::MaxTokens)));
+        let text = |tokens: &[perpetua::engine::Token]| tokens.iter().map(|token| &*token.text).collect::<String>();
+        let of_whole = text(&whole);
+        for last in 4..20 {
+            // The end of a token and the beginning of the next.
+            let (before, after) = (text(&whole[..=last]), &whole[last + 1].text);
+            let (Some(a), Some(b)) = (before.chars().last(), after.chars().next()) else { continue };
+            let stop = format!("{a}{b}");
+            let at = of_whole.find(&stop).unwrap();
+            let (tokens, end) = made(&["nowhere".to_owned(), stop.clone()]);
+            assert_eq!((&*text(&tokens), end), (&of_whole[..at], Some(End::StopString)), "{device:?} {stop:?}");
+            // The last is the one that completes it.
+            let n = (0..).find(|n| text(&whole[..*n]).len() >= at + stop.len()).unwrap();
+            let ids = |tokens: &[perpetua::engine::Token]| tokens.iter().map(|token| token.id).collect::<Vec<_>>();
+            assert_eq!(ids(&tokens), ids(&whole[..n]), "{device:?} {stop:?}");
+        }
+        let begun = format!("{}!", &of_whole[of_whole.char_indices().nth_back(5).unwrap().0..]);
+        let (tokens, end) = made(&[begun]);
+        assert_eq!((text(&tokens), end), (of_whole, Some(End::MaxTokens)));
+    }
+    let config = EngineConfig { device: Device::Cpu, max_context: Some(64), ..Default::default() };
+    let mut engine = Engine::new(&model, &config).unwrap();
+    let empty = GenerateOptions { stop_strings: vec![String::new()], ..GenerateOptions::default() };
+    let error = engine.generate(&prompt, &empty).unwrap_err().to_string();
+    assert_eq!(error, "stop string \"\": expected a text that is not empty");
+}
+
+/// A control block has room for sixteen, and one that is named more than once takes no more of it.
+#[test]
+fn stop_tokens_are_counted_once() {
+    let model = Model::load(fixture("tiny-qwen2")).unwrap();
+    let config = EngineConfig { device: Device::Cpu, max_context: Some(8), threads: Some(2), ..Default::default() };
+    let mut engine = Engine::new(&model, &config).unwrap();
+    let options = |stop| GenerateOptions { stop_tokens: Some(stop), ..GenerateOptions::default() };
+    let ids: Vec<u32> = engine.generate(&[1, 2], &options(vec![])).unwrap().map(|token| token.unwrap().id).collect();
+    let mut generation = engine.generate(&[1, 2], &options(vec![ids[0]; 17])).unwrap();
+    assert_eq!((generation.by_ref().count(), generation.end()), (1, Some(End::StopToken)));
+    drop(generation);
+    let error = engine.generate(&[1, 2], &options((0..17).collect())).unwrap_err().to_string();
+    assert_eq!(error, "stop tokens 17 different ones: expected at most 16");
+}
+
 #[test]
 fn a_generation_says_why_it_ended() {
     let model = Model::load(fixture("tiny-qwen2")).unwrap();

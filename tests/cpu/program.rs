@@ -36,6 +36,17 @@ fn generate_writes_text_and_ids() {
     assert_eq!(ids.len(), 24);
     let chat = perpetua(&["generate", "--model", &model, "--prompt", "Hi", "--chat", "--max-new-tokens", "4"]);
     assert!(String::from_utf8_lossy(&chat.stderr).contains("prompt"));
+    // Before whichever of these is there first.
+    let text = String::from_utf8(output.stdout).unwrap();
+    let (_, stop) = text.trim_end().split_at(text.char_indices().nth(12).unwrap().0);
+    let stopped = perpetua(&[&args[..7], &["--stop", "nowhere", "--stop", stop]].concat());
+    let expected = &text[..text.find(stop).unwrap()];
+    assert_eq!(String::from_utf8(stopped.stdout).unwrap(), format!("{expected}\n"));
+    let empty = Command::new(env!("CARGO_BIN_EXE_perpetua")).args(&args[..5]).args(["--stop", ""]).output().unwrap();
+    assert_eq!(
+        String::from_utf8_lossy(&empty.stderr),
+        "perpetua: stop string \"\": expected a text that is not empty\n"
+    );
 }
 
 /// What `program` does with `input` as standard input: its status, and what it prints and says.

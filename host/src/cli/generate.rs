@@ -57,6 +57,9 @@ pub(super) struct Choice {
     /// Divide the logits of tokens that are there already, the prompt's too, by P (multiply those below 0); 1 does nothing [default: the model's]
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     repetition_penalty: Option<f32>,
+    /// End the text before TEXT, which is not printed; may be given several times.
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    stop: Vec<String>,
     /// Guess up to N tokens from where the text repeats itself or its prompt, and verify them in one pass: the same text in less time where it
     /// does (on a GPU but for rounding).
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
@@ -73,6 +76,7 @@ impl Choice {
             top_k: self.top_k,
             seed: self.seed,
             repetition_penalty: self.repetition_penalty,
+            stop_strings: self.stop.clone(),
             ..GenerateOptions::default()
         }
     }

@@ -6,8 +6,9 @@
 //!
 //! How a sequence ends the host finds out by itself, from the tokens it takes: workers end it by the same rules in the same pass.
 
-use super::generation::{Made, Run, text_stream};
+use super::generation::{Made, Run};
 use super::resident::Resident;
+use super::text::Text;
 use super::{EngineError, GenerateOptions, Model, Token, check_prompt, check_stop_tokens, request};
 use crate::exec::{RunError, Stopper};
 use perpetua_device::advance::{batch_step, end_of};
@@ -58,6 +59,7 @@ pub(super) struct Asked {
     request: Request,
     /// What its `stops` stand for, before they share a control block's with those of others.
     stop_tokens: Vec<u32>,
+    stop_strings: Vec<String>,
     deadline: Option<Instant>,
     reuse_prefix: bool,
 }
@@ -145,7 +147,14 @@ impl<'a> BatchGeneration<'a> {
         if options.max_new_tokens > 0 && self.room() == 0 {
             return Err(EngineError::Full { sequences: self.slots.len() });
         }
-        Ok(Asked { request, stop_tokens, deadline: options.deadline(), reuse_prefix: options.reuse_prefix })
+        let stop_strings = options.stop_strings.clone();
+        Ok(Asked {
+            request,
+            stop_tokens,
+            stop_strings,
+            deadline: options.deadline(),
+            reuse_prefix: options.reuse_prefix,
+        })
     }
 
     /// How many more sequences could be under way.
@@ -237,8 +246,12 @@ impl<'a> BatchGeneration<'a> {
             let before = followed.made.taken;
             let token = followed.made.take(resident, before as u32 + 1)?;
             followed.n_made += followed.made.taken - before;
-            let end = followed.end(self.context);
+            let end = followed.made.end.or_else(|| followed.end(self.context));
             self.ready.extend(token.map(|token| (followed.number, token)));
+            if end == Some(End::StopString) {
+                // Workers go on with it until the run ends; another goes on without it.
+                self.run.stop();
+            }
             if let Some(end) = end {
                 self.release(at, end)?;
             }
@@ -259,7 +272,8 @@ impl<'a> BatchGeneration<'a> {
     fn release(&mut self, at: usize, end: End) -> Result<(), EngineError> {
         let slot = &mut self.slots[at];
         let Some(mut followed) = slot.followed.take() else { return Ok(()) };
-        (slot.cached, slot.end) = (followed.cached(), Some(end));
+        // Workers know of no stop string, and may say anything.
+        (slot.cached, slot.end) = (followed.cached(), Some(end).filter(|end| *end != End::StopString));
         self.all[followed.number].end = Some(end);
         self.ready.extend(followed.made.take_last()?.map(|token| (followed.number, token)));
         Ok(())
@@ -320,7 +334,7 @@ impl<'a> BatchGeneration<'a> {
             self.all.push(Past { end, reused: 0 });
             return Ok(number);
         }
-        let text = text_stream(self.model)?;
+        let text = Text::of(self.model, &asked.stop_strings)?;
         let part = self.context + 1;
         let mut best = None;
         for (at, slot) in self.slots.iter().enumerate().filter(|(_, slot)| slot.followed.is_none()) {

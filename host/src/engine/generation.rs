@@ -1,26 +1,14 @@
 //! Generations under way.
 
 use super::resident::Resident;
-use super::{EngineError, Model, Token};
+use super::text::Text;
+use super::{EngineError, Token};
 use crate::exec::{RunError, Stopper};
-use crate::model::{DecodeStream, ModelError};
 use perpetua_shared::control::{Control, End};
 use std::convert::Infallible;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-
-/// What turns a sequence's ids into text; a model without a tokenizer still generates ids.
-///
-/// # Errors
-/// A tokenizer that cannot be used.
-pub(super) fn text_stream(model: &Model) -> Result<Option<DecodeStream<'_>>, EngineError> {
-    match model.folder.tokenizer() {
-        Ok(tokenizer) => Ok(Some(tokenizer.decode_stream())),
-        Err(ModelError::Absent { .. }) => Ok(None),
-        Err(error) => Err(error.into()),
-    }
-}
 
 /// A run under way, which is stopped when this is dropped.
 #[derive(Debug)]
@@ -127,15 +115,15 @@ impl Drop for Timer {
 /// What one sequence has made.
 #[derive(Debug)]
 pub(super) struct Made<'a> {
-    pub(super) text: Option<DecodeStream<'a>>,
+    pub(super) text: Option<Text<'a>>,
     /// Where its next token lies in the token buffer.
     pub(super) next: usize,
     /// Of those of the run.
     pub(super) taken: usize,
     /// The last one that was taken.
     pub(super) last: Option<u32>,
-    /// That one, when its text ends inside a character: what follows may complete it, and where nothing follows
-    /// it is this one's text that has the rest.
+    /// That one, when its text ends inside a character, or with what may become a stop string: what follows may complete it,
+    /// and where nothing follows it is this one's text that has the rest.
     pub(super) held: Option<Token>,
     pub(super) end: Option<End>,
 }
@@ -143,7 +131,7 @@ pub(super) struct Made<'a> {
 impl Made<'_> {
     /// The next of `produced` tokens.
     pub(super) fn take(&mut self, resident: &Resident, produced: u32) -> Result<Option<Token>, EngineError> {
-        while produced as usize > self.taken {
+        while !self.is_done(produced) {
             if let Some(token) = self.held.take() {
                 return Ok(Some(token));
             }
@@ -151,9 +139,12 @@ impl Made<'_> {
             self.last = Some(id);
             (self.next, self.taken) = (self.next + 1, self.taken + 1);
             let (text, is_whole) = match &mut self.text {
-                Some(stream) => (stream.push(id)?, stream.is_whole()),
+                Some(text) => (text.push(id)?, text.is_whole()),
                 None => (String::new(), true),
             };
+            if self.is_stopped() {
+                self.end = Some(End::StopString);
+            }
             let token = Token { id, text };
             if is_whole {
                 return Ok(Some(token));
@@ -163,11 +154,21 @@ impl Made<'_> {
         Ok(None)
     }
 
+    /// Whether none of `produced` tokens is left to take: what follows a stop string is nobody's.
+    pub(super) fn is_done(&self, produced: u32) -> bool {
+        self.is_stopped() || produced as usize <= self.taken
+    }
+
+    /// Whether its text has ended with a stop string, which workers do not know.
+    pub(super) fn is_stopped(&self) -> bool {
+        self.text.as_ref().is_some_and(Text::is_stopped)
+    }
+
     /// The token that waited for another, which does not come.
     pub(super) fn take_last(&mut self) -> Result<Option<Token>, EngineError> {
         let Some(mut token) = self.held.take() else { return Ok(None) };
-        if let Some(stream) = self.text.take() {
-            token.text.push_str(&stream.finish()?);
+        if let Some(text) = self.text.take() {
+            token.text.push_str(&text.finish()?);
         }
         Ok(Some(token))
     }
@@ -233,6 +234,9 @@ impl Generation<'_> {
         loop {
             let is_over = self.run.is_over();
             if let Some(token) = self.made.take(self.run.resident, self.run.resident.produced())? {
+                if self.made.is_stopped() {
+                    self.run.stop();
+                }
                 return Ok(Some(token));
             }
             if self.run.ended {
@@ -240,7 +244,9 @@ impl Generation<'_> {
             }
             if is_over {
                 let control = self.run.finish().inspect_err(|_| self.made.end = Some(End::Failed))?;
-                self.made.end = self.run.stopper.end(control.end);
+                if !self.made.is_stopped() {
+                    self.made.end = self.run.stopper.end(control.end);
+                }
                 // The reference has run as a whole; its tokens are there only now.
                 continue;
             }
@@ -253,7 +259,7 @@ impl Generation<'_> {
 
     /// Whether the run is over and every token has been taken.
     pub fn is_ended(&self) -> bool {
-        self.run.ended && self.made.held.is_none() && self.run.resident.produced() as usize <= self.made.taken
+        self.run.ended && self.made.held.is_none() && self.made.is_done(self.run.resident.produced())
     }
 }
 
@@ -268,7 +274,7 @@ impl Iterator for Generation<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::{Device, Engine, EngineConfig, GenerateOptions};
+    use crate::engine::{Device, Engine, EngineConfig, GenerateOptions, Model};
 
     /// Waits for `what`, which nothing but its own doing brings about.
     fn eventually(mut what: impl FnMut() -> bool) {

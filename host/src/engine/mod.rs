@@ -16,9 +16,11 @@ mod batch;
 mod embedder;
 mod generation;
 mod resident;
+mod text;
 
-use generation::{Made, Run, text_stream};
+use generation::{Made, Run};
 use resident::Place;
+use text::Text;
 
 pub use crate::exec::Stopper;
 pub use batch::BatchGeneration;
@@ -275,8 +277,23 @@ pub struct GenerateOptions {
     /// What the logits of tokens that prompt and text have already are divided by, or multiplied with where they are below 0, before all else; 1: nothing
     /// is done. `None`: that of the model's generation_config.json, as `transformers` takes it, even where the likeliest token is.
     pub repetition_penalty: Option<f32>,
-    /// Token ids that end the text; `None`: those of the model's generation_config.json.
+    /// Token ids that end the text, at most 16 different ones ([`MAX_STOP_TOKENS`]), in a batch of all sequences under way together; `None`:
+    /// those of the model's generation_config.json.
     pub stop_tokens: Option<Vec<u32>>,
+    /// Texts that end the text, with [`End::StopString`]: it ends before the first of them, and what may still become one is in no token's
+    /// [text](Token::text) until it cannot. The token that completes one is the last that there is; its text is what stands before it.
+    ///
+    /// ```no_run
+    /// # use perpetua::{Engine, EngineConfig, GenerateOptions, Model};
+    /// # let model = Model::load("path/to/Qwen3-0.6B")?;
+    /// # let mut engine = Engine::new(&model, &EngineConfig::default())?;
+    /// let options = GenerateOptions { stop_strings: vec!["\nQ:".to_owned()], ..GenerateOptions::default() };
+    /// for token in engine.generate(&model.encode("Q: Why is the sky blue?\nA:")?, &options)? {
+    ///     print!("{}", token?.text);
+    /// }
+    /// # Ok::<(), perpetua::EngineError>(())
+    /// ```
+    pub stop_strings: Vec<String>,
     /// Do not read again what the prompt begins with if the generation before, of this engine, has read or made the same: the next turn of a
     /// conversation then takes as long as what is new in it. But for the order of sums nothing changes: on the CPU, where prompts are read
     /// [exactly](EngineConfig::exact), not a bit; elsewhere tokens that were made have been rounded as made, not as read. In a batch
@@ -314,6 +331,7 @@ impl Default for GenerateOptions {
             seed: 0,
             repetition_penalty: None,
             stop_tokens: None,
+            stop_strings: Vec::new(),
             reuse_prefix: false,
             max_time: None,
         }
@@ -336,6 +354,9 @@ impl GenerateOptions {
         if let Some(penalty) = self.repetition_penalty.filter(|penalty| !is_penalty(*penalty)) {
             return Err(EngineError::option("repetition penalty", penalty, PENALTIES));
         }
+        if self.stop_strings.iter().any(String::is_empty) {
+            return Err(EngineError::option("stop string", "\"\"", "a text that is not empty"));
+        }
         Ok(())
     }
 }
@@ -352,9 +373,12 @@ fn check_stop_tokens(n: usize, which: &str) -> Result<(), EngineError> {
 fn request(model: &Model, options: &GenerateOptions) -> Result<(Request, Vec<u32>), EngineError> {
     options.check()?;
     let (stop, which) = match &options.stop_tokens {
-        Some(stop) => (stop, "of them"),
-        None => (&model.generation().eos_token_ids, "of them in generation_config.json"),
+        Some(stop) => (stop, "different ones"),
+        None => (&model.generation().eos_token_ids, "different ones in generation_config.json"),
     };
+    let mut stop = stop.clone();
+    stop.sort_unstable();
+    stop.dedup();
     check_stop_tokens(stop.len(), which)?;
     let request = Request {
         max_new_tokens: u32::try_from(options.max_new_tokens).unwrap_or(u32::MAX),
@@ -365,7 +389,7 @@ fn request(model: &Model, options: &GenerateOptions) -> Result<(Request, Vec<u32
         repetition_penalty: options.repetition_penalty.unwrap_or(model.generation().repetition_penalty).to_bits(),
         stops: (1 << stop.len()) - 1,
     };
-    Ok((request, stop.clone()))
+    Ok((request, stop))
 }
 
 /// Whether `model` can read `prompt` with a cache of `context` positions.
@@ -385,7 +409,7 @@ fn check_prompt(model: &Model, context: usize, prompt: &[u32]) -> Result<(), Eng
 pub struct Token {
     /// Its id.
     pub id: u32,
-    /// The text it completes: valid UTF-8, possibly empty while a character is still half there. That of the last token
+    /// The text it completes: valid UTF-8, possibly empty while a character is still half there, or a stop string may be. That of the last token
     /// ends with U+FFFD where the tokens end inside a character.
     pub text: String,
 }
@@ -610,8 +634,8 @@ impl Engine {
     pub fn generate(&mut self, prompt: &[u32], options: &GenerateOptions) -> Result<Generation<'_>, EngineError> {
         let deadline = options.deadline();
         self.check_prompt(prompt)?;
-        let text = text_stream(&self.model)?;
         let mut control = self.control(options)?;
+        let text = Text::of(&self.model, &options.stop_strings)?;
         control.n_tokens = prompt.len() as u32;
         (control.max_drafts, control.n_drafts) = (self.drafts, self.drafts);
         // The last token is read in any case: of it the first new one is made.
