@@ -9,6 +9,7 @@
 //!   panic. What would change the result and is not done is refused, never ignored.
 //! - Opening is cheap: tokenizer and weights are read when first asked for, and weights are mapped, not copied.
 
+mod bounds;
 mod declared;
 mod embedding;
 mod error;
