@@ -7,7 +7,7 @@
 //! Laws:
 //! - Whatever a folder holds, it is read or refused with one line that names file, key, value and expectation; never a
 //!   panic. What would change the result and is not done is refused, never ignored.
-//! - Opening is cheap: tokenizer and weights are read when first asked for, and weights are mapped, not copied.
+//! - Opening is cheap: tokenizer, chat template and weights are read when first asked for, once, and weights are mapped, not copied.
 
 mod bounds;
 mod declared;
@@ -64,6 +64,7 @@ pub struct ModelFolder {
     generation: GenerationConfig,
     sentence: Option<SentenceConfig>,
     tokenizer: OnceLock<Tokenizer>,
+    chat_template: OnceLock<ChatTemplate>,
     weights: OnceLock<Weights>,
     factors: OnceLock<Factors>,
 }
@@ -96,6 +97,7 @@ impl ModelFolder {
             generation,
             sentence,
             tokenizer: OnceLock::new(),
+            chat_template: OnceLock::new(),
             weights: OnceLock::new(),
             factors: OnceLock::new(),
         };
@@ -284,9 +286,13 @@ impl ModelFolder {
         max
     }
 
-    /// The chat template.
-    pub fn chat_template(&self) -> Result<ChatTemplate, ModelError> {
-        ChatTemplate::open(&self.dir)
+    /// The chat template, read when first asked for.
+    pub fn chat_template(&self) -> Result<&ChatTemplate, ModelError> {
+        if let Some(template) = self.chat_template.get() {
+            return Ok(template);
+        }
+        let template = ChatTemplate::open(&self.dir)?;
+        Ok(self.chat_template.get_or_init(|| template))
     }
 
     /// Token ids of a prompt, each below the model's vocabulary.
@@ -521,6 +527,22 @@ mod tests {
         let text = ModelFolder::open(bare.dir()).expect("a model");
         let message = text.decoder().expect_err("not causal").to_string();
         assert!(message.contains("whose rows attend to those after them") && !message.contains('\n'), "{message}");
+    }
+
+    /// As the tokenizer and the weights are: a conversation renders it once a turn.
+    #[test]
+    fn a_chat_template_is_read_once() {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        for file in ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
+            fs::copy(fixture("tiny-qwen3").join(file), dir.path().join(file)).expect("a copy");
+        }
+        let folder = ModelFolder::open(dir.path()).expect("a model");
+        let messages = [ChatMessage::new("user", "Hi")];
+        let ids = folder.encode_chat(&messages).expect("renders");
+        for file in ["tokenizer_config.json", "chat_template.jinja"] {
+            fs::remove_file(dir.path().join(file)).expect("there");
+        }
+        assert_eq!(folder.encode_chat(&messages).expect("it is known"), ids);
     }
 
     /// A linear layer behind the pooling: its tensors are its folder's.
