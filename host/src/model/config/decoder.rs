@@ -177,16 +177,14 @@ pub(super) fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result
     };
     let added = multiplier("residual_multiplier")?;
     let rms_norm_eps = fields.real("rms_norm_eps", 0.0..=1.0)?.unwrap_or(traits.rms_norm_eps);
-    // Gemma's windows reach as far to both sides together, others' to each.
     let sees_all = fields.flag("use_bidirectional_attention")?.unwrap_or(false);
     if sees_all && !is_gemma {
         return Err(fields.unsupported("use_bidirectional_attention", "false for this architecture"));
     }
     let is_bidirectional = sees_all || fields.flag("is_causal")? == Some(false);
-    let mut windows = windows(fields, architecture, &layers, max_position_embeddings)?;
-    if sees_all {
-        windows.iter_mut().flatten().for_each(|window| *window /= 2);
-    }
+    // Gemma's windows reach as far to both sides together, others' to each.
+    let of_window = if sees_all { 2 } else { 1 };
+    let windows = windows(fields, architecture, &layers, of_window, max_position_embeddings)?;
     let act_key = if is_gemma { "hidden_activation" } else { "hidden_act" };
     Ok(DecoderConfig {
         architecture,
@@ -311,11 +309,12 @@ fn window(fields: &Fields<'_>, architecture: Architecture) -> Result<Option<usiz
     Ok(fields.whole("sliding_window", 1..=MAX_POSITIONS)?.or(default))
 }
 
-/// The window of each layer that slides, where it is smaller than the context.
+/// The window of each layer that slides, where it is smaller than the context: of what the file says, one part in `of_window`.
 fn windows(
     fields: &Fields<'_>,
     architecture: Architecture,
     layers: &[Layer],
+    of_window: usize,
     max_position_embeddings: usize,
 ) -> Result<Vec<Option<usize>>, ModelError> {
     let window = window(fields, architecture)?;
@@ -331,7 +330,7 @@ fn windows(
         }
         Sliding::Later | Sliding::AllIfUsed | Sliding::Still => fields.flag("use_sliding_window")?.unwrap_or(false),
     };
-    let window = window.filter(|n| is_active && *n < max_position_embeddings);
+    let window = window.map(|n| n / of_window).filter(|n| is_active && *n < max_position_embeddings);
     Ok(layers.iter().map(|layer| window.filter(|_| layer.slides)).collect())
 }
 

@@ -505,6 +505,10 @@ fn decoders_that_see_what_comes_after() {
         (json!({ "use_bidirectional_attention": true }), (true, Some(256))),
         (json!({ "is_causal": false }), (true, Some(512))),
         (json!({ "is_causal": true }), (false, Some(512))),
+        // Half of it is what has to be less than the context.
+        (json!({ "use_bidirectional_attention": true, "max_position_embeddings": 300 }), (true, Some(256))),
+        (json!({ "use_bidirectional_attention": true, "max_position_embeddings": 256 }), (true, None)),
+        (json!({ "max_position_embeddings": 300 }), (false, None)),
     ] {
         let config = decoder_of(&with(tiny.clone(), &change));
         assert_eq!((config.is_bidirectional, config.windows[0]), expected, "{change}");
