@@ -285,6 +285,70 @@ fn a_full_disk_leaves_no_file() {
     assert!(message.contains("/nonexistent/x"), "{message}");
 }
 
+/// An output never takes the place of what the same command reads, nor of another output: links and other spellings are seen through.
+#[test]
+fn outputs_are_no_inputs() {
+    let temp = tempfile::tempdir().unwrap();
+    let dir = copy("tiny-qwen2", temp.path());
+    let path = |name: &str| temp.path().join(name).to_string_lossy().into_owned();
+    let in_model = |name: &str| dir.join(name).to_string_lossy().into_owned();
+    let model = dir.to_string_lossy().into_owned();
+    let [text, csv, graph, x] = ["t.txt", "in.csv", "graph.json", "x.svg"].map(path);
+    std::fs::write(&text, "some words, and some more of them").unwrap();
+    std::fs::write(&csv, "id,lower,upper,size\n1,0,3,4\n").unwrap();
+    std::fs::write(&graph, r#"{"capacity": 100, "ops": []}"#).unwrap();
+    let [weights, tokens, pooling] = ["model.safetensors", "tokenizer.json", "1_Pooling/config.json"].map(in_model);
+    std::fs::create_dir(dir.join("1_Pooling")).unwrap();
+    std::fs::write(&pooling, "{}").unwrap();
+    // A shard of any name; and as the hub's cache has files.
+    let shard = in_model("a.safetensors");
+    std::fs::write(&shard, "").unwrap();
+    std::fs::write(in_model("model.safetensors.index.json"), r#"{"weight_map": {"a": "a.safetensors"}}"#).unwrap();
+    let [detour, other] = [path("tiny-qwen2/../t.txt"), path("tiny-qwen2/../x.svg")];
+    let mut cases = vec![
+        (vec!["logits", "--model", &model, "--ids", "1", "--out", &weights], "a file of the model"),
+        (vec!["logits", "--model", &model, "--ids", "1", "--out", &shard], "a file of the model"),
+        (vec!["generate", "--model", &model, "--prompt", "a", "--ids-out", &tokens], "a file of the model"),
+        (vec!["bench", "--model", &model, "--json", &pooling], "a file of the model"),
+        (vec!["embed", "--model", &model, "--in", &text, "--out", &text], "what this command reads"),
+        (vec!["generate", "--model", &model, "--prompt-file", &text, "--ids-out", &text], "what this command reads"),
+        (vec!["logits", "--model", &model, "--prompt-file", &text, "--out", &detour], "what this command reads"),
+        (vec!["perplexity", "--model", &model, "--text", &text, "--json", &text], "what this command reads"),
+        (vec!["pack", "--in", &csv, "--capacity", "8", "--out", &csv], "what this command reads"),
+        (vec!["schedule", "--in", &graph, "--out", &graph], "what this command reads"),
+        (vec!["plan", "--graph", &graph, "--dot", &graph], "what this command reads"),
+        (vec!["plan", "--preset", "tiny-qwen3", "--svg", &x, "--dot", &other], "another output goes there"),
+    ];
+    #[cfg(unix)]
+    let [link, blob] = ["link", "blob"].map(path);
+    #[cfg(unix)]
+    {
+        std::fs::rename(&weights, &blob).unwrap();
+        std::os::unix::fs::symlink(&blob, &weights).unwrap();
+        std::os::unix::fs::symlink(&text, &link).unwrap();
+        cases.push((vec!["logits", "--model", &model, "--ids", "1", "--out", &blob], "a file of the model"));
+        cases
+            .push((vec!["perplexity", "--model", &model, "--text", &text, "--json", &link], "what this command reads"));
+    }
+    let sizes =
+        || [&weights, &tokens, &pooling, &text, &csv, &graph].map(|path| std::fs::metadata(path).unwrap().len());
+    let before = sizes();
+    for (args, words) in cases {
+        let output = perpetua(&args);
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!((output.status.code(), message.lines().count()), (Some(1), 1), "{args:?}: {message}");
+        assert!(message.contains(": cannot write: ") && message.contains(words), "{args:?}: {message}");
+    }
+    assert_eq!(sizes(), before);
+    assert!(!Path::new(&x).exists());
+    // What was written before may be written again, in the model's folder, too.
+    let ids = in_model("ids.json");
+    for _ in 0..2 {
+        let args = ["generate", "--model", &model, "--prompt", "a", "--max-new-tokens", "1", "--ids-out", &ids];
+        assert!(perpetua(&args).status.success());
+    }
+}
+
 /// What an option cannot do is refused in one line, or said, and never ignored in silence.
 #[test]
 fn options_without_effect_are_named() {

@@ -96,7 +96,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     if of_steps && args.batch.is_some() {
         return Err("--trace and --timeline are of the steps of one sequence: not with --batch".into());
     }
-    writable([&args.json, &args.trace, &args.timeline].into_iter().flat_map(Option::as_deref))?;
+    writable([&args.json, &args.trace, &args.timeline].into_iter().flat_map(Option::as_deref), [&*args.model.model])?;
     let model = args.model.open()?;
     if args.batch.is_some() && !is_generator(&model) {
         return Err("--batch is for text models: sentences are embedded one by one".into());

@@ -33,7 +33,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    writable(args.out.as_deref())?;
+    writable(args.out.as_deref(), args.file.as_deref().into_iter().chain([&*args.model.model]))?;
     let texts = match &args.file {
         None => Cow::from(&args.texts),
         Some(file) => read_text(file)?.lines().map(str::to_owned).collect(),

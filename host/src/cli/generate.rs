@@ -100,7 +100,7 @@ impl Args {
 
 pub(crate) fn run(args: &Args) -> Outcome {
     let max_time = args.max_time()?;
-    writable(args.ids_out.as_deref())?;
+    writable(args.ids_out.as_deref(), args.prompt_file.as_deref().into_iter().chain([&*args.model.model]))?;
     let prompt = match (&args.prompt, &args.prompt_file) {
         (Some(text), _) => Cow::from(text),
         (None, Some(file)) => read_text(file)?.into(),

@@ -29,7 +29,7 @@ pub(crate) struct Args {
 const CHUNK: usize = 128;
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    writable([args.out.as_path()])?;
+    writable([&*args.out], args.prompt_file.as_deref().into_iter().chain([&*args.model.model]))?;
     let read = args.prompt_file.as_deref().map(read_text).transpose()?;
     let model = args.model.open()?;
     model.decoder()?;

@@ -422,11 +422,13 @@ fn place(path: &Path) -> Result<Place, String> {
     if descriptors.iter().any(|name| path.starts_with(name)) || path.metadata().is_ok_and(|meta| !meta.is_file()) {
         return Ok(Place::Stream);
     }
-    let target = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-    let folder = folder_of(&target);
-    if !folder.is_dir() {
+    let folder = folder_of(path);
+    if !path.exists() && !folder.is_dir() {
         return Err(fail(&format!("{} is no folder", folder.display())));
     }
+    let target = path.canonicalize().or_else(|_| Ok(folder.canonicalize()?.join(path.file_name().unwrap_or_default())));
+    let target = target.map_err(|error: std::io::Error| fail(&plain(&error)))?;
+    let folder = folder_of(&target);
     tempfile::NamedTempFile::new_in(folder).map_err(|error| fail(&plain(&error)))?;
     Ok(Place::File(target))
 }
@@ -441,10 +443,67 @@ fn plain(error: &std::io::Error) -> String {
     text.split(" (os error").next().unwrap_or_default().to_lowercase()
 }
 
-/// Whether the outputs that were asked for can be written; see [`place`].
-fn writable<'a>(paths: impl IntoIterator<Item = &'a Path>) -> Outcome {
-    paths.into_iter().try_for_each(|path| place(path).map(drop))?;
+/// Whether the outputs that were asked for can be written, see [`place`], each to a place of its own, which is none of `inputs`: files, and
+/// models' folders.
+fn writable<'a>(
+    outputs: impl IntoIterator<Item = &'a Path>,
+    inputs: impl IntoIterator<Item = &'a Path> + Clone,
+) -> Outcome {
+    let mut targets = Vec::new();
+    for path in outputs {
+        let Place::File(target) = place(path)? else { continue };
+        let fail = |what: &str| format!("{}: cannot write: {what}", path.display());
+        if targets.contains(&target) {
+            return Err(fail("another output goes there").into());
+        }
+        for input in inputs.clone() {
+            let is_it = |file: &Path| file.canonicalize().is_ok_and(|file| file == target);
+            if is_it(input) {
+                return Err(fail("it is what this command reads").into());
+            }
+            if input.is_dir() && checkpoint(input).iter().any(|file| is_it(file)) {
+                return Err(fail(&format!("it is a file of the model {}", input.display())).into());
+            }
+        }
+        targets.push(target);
+    }
     Ok(())
+}
+
+/// The files that make `folder` a model, and the folders of its modules: those that are known by name, and those that an index names. Others lie
+/// there, like what was written before.
+fn checkpoint(folder: &Path) -> Vec<PathBuf> {
+    const INDEX: &str = "model.safetensors.index.json";
+    const NAMES: [&str; 13] = [
+        INDEX,
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+        "chat_template.jinja",
+        "modules.json",
+        "config_sentence_transformers.json",
+    ];
+    let is_one = |name: &str| {
+        NAMES.contains(&name)
+            || name.starts_with("model") && name.ends_with(".safetensors")
+            || name.starts_with("sentence_") && name.ends_with("_config.json")
+    };
+    let entries = |folder: &Path| folder.read_dir().into_iter().flatten().flatten().map(|entry| entry.path());
+    let folders = entries(folder).filter(|path| path.is_dir()).chain([folder.to_owned()]);
+    let files = folders.flat_map(|folder| entries(&folder).collect::<Vec<_>>());
+    let mut files: Vec<PathBuf> =
+        files.filter(|path| path.file_name().and_then(|name| name.to_str()).is_some_and(is_one)).collect();
+    let index = std::fs::read(folder.join(INDEX)).ok().and_then(|text| serde_json::from_slice(&text).ok());
+    let index: serde_json::Value = index.unwrap_or_default();
+    let shards = index["weight_map"].as_object().into_iter().flat_map(|map| map.values());
+    files.extend(shards.filter_map(|shard| Some(folder.join(shard.as_str()?))));
+    files
 }
 
 /// Writes `path` whole or not at all.

@@ -37,7 +37,7 @@ pub(crate) struct Args {
 
 /// Packs, checks and writes.
 pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
-    writable([args.out.as_path()])?;
+    writable([&*args.out], [&*args.input])?;
     let timeout = seconds("--timeout", args.timeout)?;
     let input = args.input.display();
     let text = fs::read_to_string(&args.input).map_err(|error| format!("{input}: {error}"))?;

@@ -28,7 +28,7 @@ pub(crate) struct Args {
 const WINDOW: usize = 512;
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    writable(args.json.as_deref())?;
+    writable(args.json.as_deref(), [&*args.model.model, &args.text])?;
     let text = read_text(&args.text)?;
     // Before anything that takes long.
     let checkpoint = Model::load(&args.model.model)?;

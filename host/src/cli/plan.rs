@@ -106,7 +106,8 @@ fn parse_target(text: &str) -> Result<Target, String> {
 
 pub(crate) fn run(args: &Args) -> Outcome {
     let outputs = [&args.tasks_json, &args.dot, &args.svg, &args.timeline, &args.trace];
-    writable(outputs.into_iter().flat_map(Option::as_deref))?;
+    let inputs = [&args.model, &args.config, &args.graph];
+    writable(outputs.into_iter().flat_map(Option::as_deref), inputs.into_iter().flat_map(Option::as_deref))?;
     if let Some(graph) = &args.graph {
         for (name, file) in [("trace", &args.trace), ("timeline", &args.timeline)] {
             if file.is_some() {

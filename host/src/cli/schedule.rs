@@ -32,7 +32,7 @@ pub(crate) struct Args {
 
 /// Schedules, checks and writes.
 pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
-    writable([args.out.as_path()])?;
+    writable([&*args.out], [&*args.input])?;
     let input = args.input.display();
     let text = fs::read_to_string(&args.input).map_err(|error| format!("{input}: {error}"))?;
     let graph = plain::json::parse_graph(&text).map_err(|error| format!("{input}: {error}"))?;
