@@ -492,6 +492,39 @@ fn synth_refuses_a_folder_with_something_in_it() {
     assert_eq!(std::fs::read_dir(temp.path()).unwrap().count(), 1, "nothing was written");
 }
 
+/// What does not fit is not begun; what the system does not write is named as it was given, and nothing of it stays.
+#[cfg(target_os = "linux")]
+#[test]
+fn synth_looks_at_the_disk_first() {
+    let temp = tempfile::tempdir().unwrap();
+    let out = temp.path().join("model").to_string_lossy().into_owned();
+    let config = temp.path().join("config.json");
+    let fixture = std::fs::read_to_string(PathBuf::from(fixture("tiny-qwen3")).join("config.json")).unwrap();
+    let mut huge: serde_json::Value = serde_json::from_str(&fixture).unwrap();
+    huge["hidden_size"] = (1 << 17).into();
+    huge["intermediate_size"] = (1 << 20).into();
+    huge["num_hidden_layers"] = (1 << 10).into();
+    huge.as_object_mut().unwrap().remove("layer_types");
+    std::fs::write(&config, huge.to_string()).unwrap();
+    // So that it is stopped at once where it begins: no file of more than 100 blocks, and no signal that says so.
+    let synth = |args: &[&str]| {
+        let limited = "trap '' XFSZ; ulimit -f 100; exec \"$@\"";
+        let output = Command::new("sh")
+            .args(["-c", limited, "sh", env!("CARGO_BIN_EXE_perpetua"), "synth", "--out", &out])
+            .args(args)
+            .output()
+            .unwrap();
+        let message = String::from_utf8(output.stderr).unwrap();
+        assert_eq!((output.status.code(), message.lines().count()), (Some(1), 1), "{message}");
+        message
+    };
+    let message = synth(&["--config", &config.to_string_lossy()]);
+    assert!(message.contains(&format!("{out}: cannot write: its weights take")), "{message}");
+    let message = synth(&["--preset", "tiny-qwen3"]);
+    assert!(message.contains(&format!("{out}/")) && message.contains("cannot write: file too large"), "{message}");
+    assert_eq!(std::fs::read_dir(temp.path()).unwrap().count(), 1, "nothing of it stays");
+}
+
 #[cfg(unix)]
 #[test]
 fn ctrl_c_stops_cleanly() {

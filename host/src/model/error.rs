@@ -191,6 +191,16 @@ pub enum ModelError {
         /// The folder.
         path: PathBuf,
     },
+    /// A checkpoint to be written is larger than what is free on its disk.
+    #[error("{}: cannot write: its weights take {bytes} bytes, and {available} are free there", path.display())]
+    NoSpace {
+        /// The folder.
+        path: PathBuf,
+        /// Of the weights.
+        bytes: u64,
+        /// Free for this user.
+        available: u64,
+    },
     /// The caller asked to stop.
     #[error("stopped before the model was written; nothing was left behind")]
     Stopped,

@@ -427,6 +427,9 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
 ///
 /// `progress` is called with bytes of weights written and their total, at least at the start and the end, and may stop
 /// the writing.
+///
+/// # Errors
+/// A source that is none, a folder with something in it, less free on its disk than the weights take, or what the system says.
 pub fn synth(
     source: SynthSource<'_>,
     out: &Path,
@@ -454,11 +457,37 @@ pub fn synth(
     }
     refuse_taken(out)?;
 
+    let specs = tensors_of_files(&config);
+    let bytes = 2 * specs.iter().map(TensorSpec::len_elems).sum::<u64>();
+    let parent = out.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if let Some(available) = free_bytes(parent).filter(|available| *available < bytes) {
+        return Err(ModelError::NoSpace { path: out.to_owned(), bytes, available });
+    }
     let mut folder = UnfinishedFolder::create(out)?;
-    write_texts(folder.path(), &config, &value)?;
-    let summary = write_weights(folder.path(), &tensors_of_files(&config), options, progress)?;
+    let written = write_texts(folder.path(), &config, &value)
+        .and_then(|()| write_weights(folder.path(), &specs, options, progress))
+        // Whoever asked knows of one folder.
+        .map_err(|error| match error {
+            ModelError::Write { path, source } => match path.strip_prefix(folder.path()) {
+                Ok(file) => ModelError::write(&out.join(file), source),
+                Err(_) => ModelError::Write { path, source },
+            },
+            other => other,
+        });
+    let summary = written?;
     folder.publish(out)?;
     Ok(summary)
+}
+
+/// What is free for this user on the disk of `folder`, where the system says it.
+fn free_bytes(folder: &Path) -> Option<u64> {
+    #[cfg(unix)]
+    return rustix::fs::statvfs(folder).ok().map(|disk| disk.f_bavail.saturating_mul(disk.f_frsize));
+    #[cfg(not(unix))]
+    {
+        let _ = folder;
+        None
+    }
 }
 
 fn refuse_taken(out: &Path) -> Result<(), ModelError> {
