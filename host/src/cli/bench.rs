@@ -3,8 +3,8 @@
 use super::loss::{self, Loss};
 use super::perplexity::{Divergences, Prediction};
 use super::{
-    DeviceName, ModelArgs, Outcome, TOKENS_BAR, bytes, greedy_options, is_generator, median_and_spread, progress,
-    report, say, warm, writable, write_whole,
+    DeviceName, ModelArgs, Outcome, TOKENS_BAR, at_least, bytes, greedy_options, is_generator, median_and_spread,
+    progress, report, say, warm, within, writable, write_whole,
 };
 use perpetua::compile::Compiled;
 use perpetua::cuda::probe::Prober;
@@ -20,7 +20,7 @@ use perpetua_device::cpu::simd::Isa;
 use perpetua_shared::Technique;
 use perpetua_shared::control::{Control, Request, Step};
 use perpetua_shared::image::VERIFIES;
-use perpetua_shared::limits::MAX_DRAFTS;
+use perpetua_shared::limits::{MAX_DRAFTS, MAX_SEQUENCES};
 use serde_json::json;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -30,19 +30,19 @@ pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
     /// Prompt tokens before the measured ones, or tokens of a sentence [default: 128, or as many as the model takes].
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = at_least::<usize>(1))]
     context: Option<usize>,
     /// Tokens to measure (sentences, for an embedding model).
-    #[arg(long, value_name = "N", default_value_t = 32, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 32, allow_negative_numbers = true, value_parser = at_least::<usize>(1))]
     tokens: usize,
     /// Decode this many sequences together, every pass over the weights making a token for each (text models).
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = within(1, MAX_SEQUENCES))]
     batch: Option<usize>,
     /// What passes cost that verify up to N guesses (`generate --prompt-lookup`), beside a step (text models).
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = within(1, MAX_DRAFTS), conflicts_with = "batch")]
     prompt_lookup: Option<usize>,
     /// Measure so often; the figures are those of the median run.
-    #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true, value_parser = at_least::<usize>(1))]
     runs: usize,
     /// On a GPU: measure the same without each technique that makes it fast, and as one launch per operator under a CUDA graph, too.
     #[arg(long)]
@@ -82,11 +82,6 @@ impl Args {
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let Args { tokens, runs, .. } = *args;
-    let context = args.context.unwrap_or(CONTEXT);
-    if context == 0 || tokens == 0 || runs == 0 {
-        return Err(format!("--context {context} --tokens {tokens} --runs {runs}: expected at least 1 of each").into());
-    }
     if matches!(args.model.device, DeviceName::Simt) {
         return Err("there is nothing to measure on --device simt: its launches are simulated as a whole, and their times mean \
                     nothing (--device ptx goes through the steps of a benchmark, with times that mean nothing either)"
@@ -100,9 +95,6 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let model = args.model.open()?;
     if args.batch.is_some() && !is_generator(&model) {
         return Err("--batch is for text models: sentences are embedded one by one".into());
-    }
-    if let Some(n) = args.prompt_lookup.filter(|n| !(1..=MAX_DRAFTS).contains(n)) {
-        return Err(format!("--prompt-lookup {n}: expected 1 to {MAX_DRAFTS} tokens").into());
     }
     if args.prompt_lookup.is_some() && !is_generator(&model) {
         return Err("--prompt-lookup is for text models: of a sentence nothing is guessed".into());

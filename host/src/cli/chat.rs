@@ -1,7 +1,7 @@
 //! `perpetua chat`.
 
 use super::generate::{Choice, note_not_applied, report, stream};
-use super::{ModelArgs, Outcome, note, on_every_interrupt, say, warm};
+use super::{ModelArgs, Outcome, at_least, note, on_every_interrupt, say, warm};
 use perpetua::engine::DEFAULT_MAX_CONTEXT;
 use perpetua::model::chat::ChatMessage;
 use perpetua::{End, Engine, EngineConfig, GenerateOptions, Model, Stopper};
@@ -16,7 +16,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     system: Option<String>,
     /// Tokens of an answer at most.
-    #[arg(long, value_name = "N", default_value_t = 1024, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 1024, allow_negative_numbers = true, value_parser = at_least::<usize>(0))]
     max_new_tokens: usize,
     #[command(flatten)]
     choice: Choice,

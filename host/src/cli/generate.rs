@@ -1,12 +1,13 @@
 //! `perpetua generate`.
 
 use super::{
-    Interrupted, ModelArgs, Outcome, TOKENS_BAR, is_broken_pipe, note, on_interrupt, progress, read_text, say, seconds,
-    to_stdout, warm, writable, write_whole,
+    Interrupted, ModelArgs, Outcome, TOKENS_BAR, at_least, is_broken_pipe, note, on_interrupt, progress, read_text,
+    say, seconds, to_stdout, warm, within, writable, write_whole,
 };
 use perpetua::engine::{Generation, Token};
 use perpetua::model::chat::ChatMessage;
 use perpetua::{End, Engine, EngineConfig, GenerateOptions, Model};
+use perpetua_shared::limits::MAX_DRAFTS;
 use std::borrow::Cow;
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
@@ -27,13 +28,13 @@ pub(crate) struct Args {
     #[arg(long)]
     chat: bool,
     /// Tokens to make at most.
-    #[arg(long, value_name = "N", default_value_t = 128, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 128, allow_negative_numbers = true, value_parser = at_least::<usize>(0))]
     max_new_tokens: usize,
     #[command(flatten)]
     choice: Choice,
     /// End the text after so many seconds, its prompt's included; loading the model does not count.
-    #[arg(long, value_name = "S", allow_negative_numbers = true)]
-    max_seconds: Option<f64>,
+    #[arg(long, value_name = "S", allow_negative_numbers = true, value_parser = seconds)]
+    max_seconds: Option<Duration>,
     /// Write the new token ids there, as a JSON array.
     #[arg(long, value_name = "FILE")]
     ids_out: Option<PathBuf>,
@@ -49,10 +50,10 @@ pub(super) struct Choice {
     #[arg(long, value_name = "P", default_value_t = 1.0, allow_negative_numbers = true)]
     top_p: f32,
     /// Draw from the K likeliest tokens.
-    #[arg(long, value_name = "K", default_value_t = 0, allow_negative_numbers = true)]
+    #[arg(long, value_name = "K", default_value_t = 0, allow_negative_numbers = true, value_parser = at_least::<usize>(0))]
     top_k: usize,
     /// Seed of the draws.
-    #[arg(long, value_name = "S", default_value_t = 0, allow_negative_numbers = true)]
+    #[arg(long, value_name = "S", default_value_t = 0, allow_negative_numbers = true, value_parser = at_least::<u64>(0))]
     seed: u64,
     /// Divide the logits of tokens that are there already, the prompt's too, by P (multiply those below 0); 1 does nothing [default: the model's]
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
@@ -62,7 +63,7 @@ pub(super) struct Choice {
     stop: Vec<String>,
     /// Guess up to N tokens from where the text repeats itself or its prompt, and verify them in one pass: the same text in less time where it
     /// does (on a GPU but for rounding).
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = within(1, MAX_DRAFTS))]
     pub(super) prompt_lookup: Option<usize>,
 }
 
@@ -91,15 +92,7 @@ impl Choice {
     }
 }
 
-impl Args {
-    /// [`GenerateOptions::max_time`].
-    fn max_time(&self) -> Result<Option<Duration>, String> {
-        self.max_seconds.map(|given| seconds("--max-seconds", given)).transpose()
-    }
-}
-
 pub(crate) fn run(args: &Args) -> Outcome {
-    let max_time = args.max_time()?;
     writable(args.ids_out.as_deref(), args.prompt_file.as_deref().into_iter().chain([&*args.model.model]))?;
     let prompt = match (&args.prompt, &args.prompt_file) {
         (Some(text), _) => Cow::from(text),
@@ -112,7 +105,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         true => model.encode_chat(&[ChatMessage::new("user", prompt)])?,
         false => model.encode(&prompt)?,
     };
-    let options = GenerateOptions { max_time, ..args.choice.options(args.max_new_tokens) };
+    let options = GenerateOptions { max_time: args.max_seconds, ..args.choice.options(args.max_new_tokens) };
     args.choice.note_unused();
     note_not_applied(&model);
     let began = Instant::now();
@@ -143,7 +136,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         say(&format!("the text ends where the context of {context} tokens is full ({more} {allowed})"));
     }
     if end == Some(End::Deadline) {
-        let seconds = args.max_seconds.unwrap_or_default();
+        let seconds = args.max_seconds.unwrap_or_default().as_secs_f64();
         say(&format!(
             "the text ends where its time of {seconds} s is over ({} tokens made; see --max-seconds)",
             ids.len()

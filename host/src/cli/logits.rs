@@ -1,6 +1,6 @@
 //! `perpetua logits`.
 
-use super::{ModelArgs, Outcome, TOKENS_BAR, progress, read_text, resident, warm, writable, write_whole};
+use super::{ModelArgs, Outcome, TOKENS_BAR, at_least, progress, read_text, resident, warm, writable, write_whole};
 use perpetua::{Engine, EngineConfig, Model};
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
@@ -12,7 +12,7 @@ pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
     /// Token ids, separated by commas.
-    #[arg(long, value_name = "1,2,3", value_delimiter = ',', allow_negative_numbers = true)]
+    #[arg(long, value_name = "1,2,3", value_delimiter = ',', allow_negative_numbers = true, value_parser = at_least::<u32>(0))]
     ids: Option<Vec<u32>>,
     /// A text to tokenize instead.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]

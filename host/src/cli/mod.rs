@@ -24,16 +24,19 @@ mod synth;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
-use perpetua::cuda::Gpu;
+use perpetua::cuda::{Gpu, GpuError};
+use perpetua::device_image::device_image;
 use perpetua::exec::cuda;
 use perpetua::model::layout::is_spare;
 use perpetua::model::tokenizer::is_panic_caught;
 use perpetua::model::{ModelError, Quantize};
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_shared::{Technique, Techniques};
+use std::fmt::Display;
 use std::io::{IsTerminal, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -167,13 +170,13 @@ struct ModelArgs {
     #[arg(long, value_enum, default_value = "auto")]
     device: DeviceName,
     /// CPU workers [default: one per core this process may use]; or SMs of a GPU [default: all].
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = at_least::<usize>(1))]
     threads: Option<usize>,
     /// Keep a decoder's matrices in fewer bits, in memory of their own.
     #[arg(long, value_enum, value_name = "HOW")]
     quantize: Option<QuantizeName>,
     /// Positions of the KV cache [default: what the request needs].
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = at_least::<usize>(1))]
     max_context: Option<usize>,
     /// Read prompts with the bits that their tokens give one by one, on the CPU: without matrix units (AMX), which are faster.
     #[arg(long)]
@@ -204,6 +207,33 @@ fn technique() -> impl TypedValueParser<Value = Technique> {
     let by_name = |name: String| Technique::ALL.into_iter().find(|technique| technique.name() == name);
     PossibleValuesParser::new(Technique::ALL.map(Technique::name))
         .try_map(move |name| by_name(name).ok_or("no technique"))
+}
+
+/// A whole number of an option that takes `least` or more.
+fn at_least<N>(least: N) -> impl Fn(&str) -> Result<N, String> + Clone
+where
+    N: FromStr + PartialOrd + Display + Clone,
+{
+    move |text: &str| match text.parse() {
+        Ok(n) if n >= least => Ok(n),
+        _ => Err(format!("expected a whole number, {least} or more")),
+    }
+}
+
+/// One of an option that takes `least` to `most`.
+fn within(least: usize, most: usize) -> impl Fn(&str) -> Result<usize, String> + Clone {
+    move |text: &str| match text.parse() {
+        Ok(n) if (least..=most).contains(&n) => Ok(n),
+        _ => Err(format!("expected a whole number from {least} to {most}")),
+    }
+}
+
+/// Seconds; more than can be counted are as long as can be.
+fn seconds(text: &str) -> Result<Duration, String> {
+    match text.parse() {
+        Ok(seconds) if seconds >= 0.0 => Ok(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)),
+        _ => Err("expected a number of seconds, 0 or more".to_owned()),
+    }
 }
 
 /// How weights are kept: see [`Quantize`].
@@ -237,10 +267,13 @@ impl ModelArgs {
                 "--exact is for --device cpu or reference: a GPU multiplies the rows of a prompt in bf16".into()
             );
         }
-        if !self.without.without.is_empty()
-            && !matches!(self.device, DeviceName::Auto | DeviceName::Cuda | DeviceName::Ptx)
-        {
-            return Err("--without is for --device cuda or ptx: nothing else knows these techniques".into());
+        if !self.without.without.is_empty() {
+            match self.device {
+                DeviceName::Cuda | DeviceName::Ptx => {}
+                DeviceName::Auto if self.exact => return Err("--without is for a GPU, --exact for the CPU".into()),
+                DeviceName::Auto => not_a_gpu().map_or(Ok(()), |why| Err(format!("--without is for a GPU: {why}")))?,
+                _ => return Err("--without is for --device cuda or ptx: nothing else knows these techniques".into()),
+            }
         }
         let model = load(&self.model)?;
         let Some(how) = self.quantize else { return Ok(model) };
@@ -291,6 +324,14 @@ impl ModelArgs {
             ..EngineConfig::default()
         }
     }
+}
+
+/// Why `--device auto` is not a GPU here, if it is not.
+fn not_a_gpu() -> Option<String> {
+    if device_image().is_none() {
+        return Some(GpuError::NoImage.to_string());
+    }
+    Gpu::open().err().map(|error| error.to_string())
 }
 
 /// The median of `n` measurements, and the spread of all as a percentage of it.
@@ -599,19 +640,6 @@ fn lines(figures: &serde_json::Value, margin: &str, out: &mut String) {
             value => value.to_string(),
         };
         out.push_str(&format!("{margin}{name:width$} {text}\n"));
-    }
-}
-
-/// What an option of so many seconds asks for: more than can be counted is as long as can be.
-fn seconds(option: &str, given: f64) -> Result<Duration, String> {
-    match Duration::try_from_secs_f64(given) {
-        Ok(time) => Ok(time),
-        Err(_) if given > 0.0 => Ok(Duration::MAX),
-        Err(_) => {
-            // No digits that nobody gave.
-            let given = if given.abs() >= 1e15 { format!("{given:e}") } else { given.to_string() };
-            Err(format!("{option} {given}: expected a number of seconds, 0 or more"))
-        }
     }
 }
 

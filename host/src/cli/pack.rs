@@ -1,10 +1,10 @@
 //! `perpetua pack`: static memory packing of a CSV file.
 
-use super::{note, seconds, writable, write_whole};
+use super::{at_least, note, seconds, writable, write_whole};
 use std::error::Error;
 use std::fs;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use perpetua::memory::csv::Table;
 use perpetua::memory::pack::{MAX_SEARCH_BUFFERS, Proof, Verdict, pack};
@@ -25,11 +25,11 @@ pub(crate) struct Args {
     #[arg(long = "in", value_name = "FILE.csv")]
     input: PathBuf,
     /// What all buffers have to fit into.
-    #[arg(long, value_name = "BYTES", allow_negative_numbers = true)]
+    #[arg(long, value_name = "BYTES", allow_negative_numbers = true, value_parser = at_least::<u64>(0))]
     capacity: u64,
     /// How long to look for a placement, in seconds.
-    #[arg(long, value_name = "S", default_value_t = 60.0, allow_negative_numbers = true)]
-    timeout: f64,
+    #[arg(long, value_name = "S", default_value = "60", allow_negative_numbers = true, value_parser = seconds)]
+    timeout: Duration,
     /// The same rows, each with its offset.
     #[arg(long, value_name = "FILE.csv")]
     out: PathBuf,
@@ -38,13 +38,12 @@ pub(crate) struct Args {
 /// Packs, checks and writes.
 pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     writable([&*args.out], [&*args.input])?;
-    let timeout = seconds("--timeout", args.timeout)?;
     let input = args.input.display();
     let text = fs::read_to_string(&args.input).map_err(|error| format!("{input}: {error}"))?;
     let table = Table::parse(&text).map_err(|error| format!("{input}: {error}"))?;
     let problem = Problem::new(table.buffers.clone(), args.capacity).map_err(|error| format!("{input}: {error}"))?;
     let began = Instant::now();
-    let placement = match pack(&problem, timeout) {
+    let placement = match pack(&problem, args.timeout) {
         Verdict::Solved(placement) => placement,
         Verdict::Infeasible(Proof::Load { load_bytes }) => {
             let capacity = args.capacity;
@@ -53,7 +52,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         Verdict::Infeasible(Proof::Exhausted) => {
             return Err(format!("infeasible: no placement of peak {} exists", args.capacity).into());
         }
-        Verdict::NotFound if began.elapsed() < timeout => {
+        Verdict::NotFound if began.elapsed() < args.timeout => {
             return Err(format!(
                 "not found in {:.1} s: more than {MAX_SEARCH_BUFFERS} buffers depend on each other, for which there are \
                  heuristics, but no search",
@@ -61,7 +60,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
             )
             .into());
         }
-        Verdict::NotFound => return Err(format!("not found in {} s", args.timeout).into()),
+        Verdict::NotFound => return Err(format!("not found in {} s", args.timeout.as_secs_f64()).into()),
     };
     if let Err(violations) = check::check(problem.buffers(), args.capacity, &placement) {
         unreachable!("a placement that is found keeps the laws of packing: {}", violations[0]);
@@ -81,7 +80,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (input, out) = (folder.path().join("in.csv"), folder.path().join("out.csv"));
         fs::write(&input, text).unwrap();
-        let outcome = run(&Args { input, capacity, timeout: 5.0, out: out.clone() });
+        let outcome = run(&Args { input, capacity, timeout: Duration::from_secs(5), out: out.clone() });
         assert_eq!(outcome.is_ok(), out.exists(), "a file appears only where the request was met");
         outcome.map(|()| fs::read_to_string(out).unwrap()).map_err(|error| error.to_string())
     }

@@ -4,7 +4,7 @@
 //! a context: as llama.cpp's program of this name does it, so that figures compare. A window begins with what the
 //! tokenizer puts before a text; tokens at the end that fill no window are not read.
 
-use super::{ModelArgs, Outcome, TOKENS_BAR, logits, progress, read_text, report, writable};
+use super::{ModelArgs, Outcome, TOKENS_BAR, at_least, logits, progress, read_text, report, writable};
 use perpetua::{Engine, EngineError, Model};
 use serde_json::{Value, json};
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     text: PathBuf,
     /// Tokens of a window, of which the second half is scored [default: 512, or as many as the model takes].
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = at_least::<usize>(1))]
     window: Option<usize>,
     /// Write the figures there.
     #[arg(long, value_name = "FILE")]

@@ -1,6 +1,6 @@
 //! `perpetua plan`: compile without running, and say what came out.
 
-use super::{Outcome, QuantizeName, Rows, bytes, plan_graph, print, writable, write_whole};
+use super::{Outcome, QuantizeName, Rows, at_least, bytes, plan_graph, print, within, writable, write_whole};
 use perpetua::compile::{CompileError, Compiled, Config, Program, Source, compile};
 use perpetua::engine::{decoder_sources, pass_name, passing_dtype, sentence_sources};
 use perpetua::graph::lower::Target;
@@ -57,19 +57,19 @@ pub(crate) struct Args {
     #[arg(long, value_name = "TARGET", default_value = "h200", value_parser = parse_target)]
     target: Target,
     /// Positions of the KV cache the pass attends over (models only): 512, or as many as the model has.
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = at_least::<usize>(1), conflicts_with = "graph")]
     context: Option<usize>,
     /// Tokens of the pass: 1 is decode (models only).
-    #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true, value_parser = at_least::<usize>(1), conflicts_with = "graph")]
     rows: usize,
     /// Decode the next tokens of so many sequences in one pass (models only).
-    #[arg(long, value_name = "N", conflicts_with = "rows", value_parser = clap::value_parser!(u64).range(1..=MAX_SEQUENCES as u64))]
-    batch: Option<u64>,
+    #[arg(long, value_name = "N", allow_negative_numbers = true, conflicts_with_all = ["rows", "graph"], value_parser = within(1, MAX_SEQUENCES))]
+    batch: Option<usize>,
     /// Verify up to N guesses of what follows the next token in one pass (models only).
-    #[arg(long, value_name = "N", conflicts_with_all = ["rows", "batch"], value_parser = clap::value_parser!(u64).range(1..=MAX_DRAFTS as u64))]
-    prompt_lookup: Option<u64>,
+    #[arg(long, value_name = "N", allow_negative_numbers = true, conflicts_with_all = ["rows", "batch", "graph"], value_parser = within(1, MAX_DRAFTS))]
+    prompt_lookup: Option<usize>,
     /// Operators or macro kernels whose tasks are launched just in time (models only).
-    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    #[arg(long, value_name = "NAME", value_delimiter = ',', conflicts_with = "graph")]
     just_in_time: Vec<String>,
     /// Write tasks, events and worker lists as JSON.
     #[arg(long, value_name = "FILE")]
@@ -81,10 +81,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
     /// Write the predicted run as a picture: two layers of it, on some workers (models only).
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with = "graph")]
     timeline: Option<PathBuf>,
     /// Write the predicted run as a Chrome/Perfetto trace (models only).
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with = "graph")]
     trace: Option<PathBuf>,
     /// Judge the plan with the independent checkers.
     #[arg(long)]
@@ -109,17 +109,6 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let inputs = [&args.model, &args.config, &args.graph];
     writable(outputs.into_iter().flat_map(Option::as_deref), inputs.into_iter().flat_map(Option::as_deref))?;
     if let Some(graph) = &args.graph {
-        for (name, file) in [("trace", &args.trace), ("timeline", &args.timeline)] {
-            if file.is_some() {
-                return Err(format!("--{name} needs a model: a plain graph does not say what its tasks cost").into());
-            }
-        }
-        if !args.just_in_time.is_empty() {
-            return Err("--just-in-time needs a model: in a plain graph operators say so themselves".into());
-        }
-        if let Some(name) = many_rows(args) {
-            return Err(format!("--{name} needs a model: a plain graph says itself what a pass is").into());
-        }
         let [tasks_json, dot, svg] = [&args.tasks_json, &args.dot, &args.svg].map(Option::as_deref);
         return plan_graph::run(graph, args.target.n_workers, tasks_json, dot, svg, args.check);
     }
@@ -196,24 +185,23 @@ fn many_rows(args: &Args) -> Option<&'static str> {
 }
 
 fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
-    let within = |name: &str, n: usize, max: usize, what: &str| match n {
-        0 => Err(format!("--{name} 0, expected 1 to {max}")),
+    let up_to = |name: &str, n: usize, max: usize, what: &str| match n {
         n if n > max => Err(format!("--{name} {n}, expected 1 to {max}, {what}")),
         n => Ok(n),
     };
-    let rows = |cache: Cache| within("rows", args.rows, cache.context, "what the cache is planned for (--context)");
+    let rows = |cache: Cache| up_to("rows", args.rows, cache.context, "what the cache is planned for (--context)");
     // The rows of a pass, the cache, and what comes of it.
     let pass = |max: usize| -> Result<(usize, Cache, Head), String> {
         let context = args.context.unwrap_or(max.min(512));
-        let cache = Cache::bf16(within("context", context, max, "the context of this model")?);
+        let cache = Cache::bf16(up_to("context", context, max, "the context of this model")?);
         Ok(match (args.batch, args.prompt_lookup) {
             (None, None) => (
-                within("rows", args.rows, cache.context, "what the cache is planned for (--context)")?,
+                up_to("rows", args.rows, cache.context, "what the cache is planned for (--context)")?,
                 cache,
                 Head::Sample,
             ),
-            (None, Some(n)) => ((n as usize + 1).min(cache.context), cache, Head::Verify),
-            (Some(n), _) => (n as usize, Cache { sequences: n as usize, ..cache }, Head::SampleEach),
+            (None, Some(n)) => ((n + 1).min(cache.context), cache, Head::Verify),
+            (Some(n), _) => (n, Cache { sequences: n, ..cache }, Head::SampleEach),
         })
     };
     let Some(dir) = &args.model else {

@@ -1,6 +1,6 @@
 //! `perpetua synth`.
 
-use super::{BYTES_BAR, Interrupted, Outcome, bytes, interrupt_flag, note, progress};
+use super::{BYTES_BAR, Interrupted, Outcome, at_least, bytes, interrupt_flag, note, progress};
 use perpetua::model::synth::PRESETS;
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use std::ops::ControlFlow;
@@ -20,7 +20,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
     /// Seed of the weights.
-    #[arg(long, value_name = "S", default_value_t = 0, allow_negative_numbers = true)]
+    #[arg(long, value_name = "S", default_value_t = 0, allow_negative_numbers = true, value_parser = at_least::<u64>(0))]
     seed: u64,
 }
 
