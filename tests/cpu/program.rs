@@ -431,6 +431,36 @@ fn perplexity_scores_the_second_half_of_each_window() {
     assert!(0.0 < kl(&q8) && 10.0 * kl(&q8) < kl(&q4) && kl(&q4) < 1.0, "{} {}", kl(&q8), kl(&q4));
 }
 
+/// A window is no longer than the context that was asked for; one scored token says nothing of others.
+#[test]
+fn perplexity_takes_its_window_from_the_context() {
+    let temp = tempfile::tempdir().unwrap();
+    let [text, json] = ["text.txt", "figures.json"].map(|name| temp.path().join(name).to_string_lossy().into_owned());
+    std::fs::write(&text, "every user has the freedom to run it and to read what it does ".repeat(4)).unwrap();
+    let dir = fixture("tiny-qwen3");
+    let perplexity = ["perplexity", "--model", &dir, "--device", "cpu", "--text", &text, "--json", &json];
+    let figures = |more: &[&str]| -> (serde_json::Value, String) {
+        let printed = perpetua(&[&perplexity[..], more].concat()).stdout;
+        (serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap(), String::from_utf8(printed).unwrap())
+    };
+    let expected = figures(&["--window", "10"]).0;
+    assert_eq!(figures(&["--max-context", "10"]).0, expected);
+    assert!(expected["nll_standard_error"].as_f64().unwrap() > 0.0);
+    std::fs::write(&text, "freedom to").unwrap();
+    let (one, printed) = figures(&[]);
+    assert_eq!((&one["tokens_scored"], &one["nll_standard_error"]), (&1.into(), &serde_json::Value::Null), "{printed}");
+    let line = printed.lines().find(|line| line.starts_with("nll_standard_error")).unwrap();
+    assert!(line.ends_with(" cannot be estimated"), "{printed}");
+    for (more, words) in [
+        (&["--max-context", "1"], "--max-context 1: expected 2 or more, the tokens of a window"),
+        (&["--max-context", "100000"], "max context 100000: expected 1 to 4096"),
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_perpetua")).args(perplexity).args(more).output().unwrap();
+        let message = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(1) && message.contains(words), "{message}");
+    }
+}
+
 #[test]
 fn bench_measures_a_small_model() {
     let temp = tempfile::tempdir().unwrap();

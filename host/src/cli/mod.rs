@@ -632,6 +632,7 @@ fn lines(figures: &serde_json::Value, margin: &str, out: &mut String) {
                 x => format!("{x:.3}"),
             },
             serde_json::Value::String(text) => text.clone(),
+            serde_json::Value::Null => "cannot be estimated".to_owned(),
             serde_json::Value::Object(_) => {
                 out.push_str(&format!("{margin}{name}\n"));
                 lines(value, &format!("{margin}  "), out);

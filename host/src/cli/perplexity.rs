@@ -16,7 +16,7 @@ pub(crate) struct Args {
     /// The text, UTF-8; - is standard input. With --quantize, the checkpoint's own weights predict it, too, and are what is compared with.
     #[arg(long, value_name = "FILE")]
     text: PathBuf,
-    /// Tokens of a window, of which the second half is scored [default: 512, or as many as the model takes].
+    /// Tokens of a window, of which the second half is scored [default: 512, or as many as the model takes, or --max-context].
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = at_least::<usize>(1))]
     window: Option<usize>,
     /// Write the figures there.
@@ -44,11 +44,18 @@ pub(crate) fn run(args: &Args) -> Outcome {
 
 /// The windows' token ids. A text of fewer tokens than a window is one.
 fn windows(args: &Args, model: &Model, text: &str) -> Result<Vec<Vec<u32>>, Box<dyn std::error::Error>> {
-    let window = args.window.unwrap_or(WINDOW.min(model.max_tokens()));
     let before = model.encode("")?;
-    let least = before.len() + 2;
-    if !(least..=model.max_tokens()).contains(&window) {
-        return Err(format!("--window {window}: expected {least} to {} tokens", model.max_tokens()).into());
+    let (least, allowed) = (before.len() + 2, model.max_tokens());
+    let most = match args.model.max_context {
+        // More than the model has is for the engine to refuse.
+        Some(context) if context < least => {
+            return Err(format!("--max-context {context}: expected {least} or more, the tokens of a window").into());
+        }
+        context => context.unwrap_or(allowed).min(allowed),
+    };
+    let window = args.window.unwrap_or(WINDOW.min(most));
+    if !(least..=most).contains(&window) {
+        return Err(format!("--window {window}: expected {least} to {most} tokens").into());
     }
     let ids = model.encode(text)?;
     let ids = ids.strip_prefix(&before[..]).unwrap_or(&ids);
@@ -136,9 +143,10 @@ impl Mean {
         self.sum / self.n as f64
     }
 
-    fn standard_error(&self) -> f64 {
+    /// `None` of a single one, which says nothing about others.
+    fn standard_error(&self) -> Option<f64> {
         let variance = (self.squares / self.n as f64 - self.mean().powi(2)).max(0.0);
-        (variance / (self.n as f64 - 1.0).max(1.0)).sqrt()
+        (self.n > 1).then(|| (variance / (self.n as f64 - 1.0)).sqrt())
     }
 }
 
