@@ -105,6 +105,21 @@ fn prompts_and_sentences_come_from_files() {
     }
 }
 
+/// What a simulated GPU takes means nothing, and is not said.
+#[test]
+fn rates_are_those_of_real_devices() {
+    let model = fixture("tiny-qwen2");
+    let said = |device: &str| {
+        let args = ["generate", "--model", &model, "--prompt", "a", "--max-new-tokens", "3", "--device", device];
+        String::from_utf8(perpetua(&args).stderr).unwrap()
+    };
+    for device in ["simt", "ptx"].into_iter().take(if has_kernel() { 2 } else { 1 }) {
+        let said = said(device);
+        assert!(said.trim_end().ends_with(" | prompt 1 tokens | 3 tokens") && !said.contains("/s)"), "{said}");
+    }
+    assert!(said("cpu").contains("/s)"));
+}
+
 /// The picture in the README is what `plan` draws.
 #[test]
 fn the_timeline_in_the_docs_is_todays() {

@@ -1,10 +1,10 @@
 //! `perpetua chat`.
 
 use super::generate::{Choice, note_not_applied, report, stream};
-use super::{ModelArgs, Outcome, at_least, note, on_every_interrupt, say, warm};
+use super::{DeviceName, ModelArgs, Outcome, at_least, note, on_every_interrupt, say, warm};
 use perpetua::engine::DEFAULT_MAX_CONTEXT;
 use perpetua::model::chat::ChatMessage;
-use perpetua::{End, Engine, EngineConfig, GenerateOptions, Model, Stopper};
+use perpetua::{End, Engine, EngineConfig, GenerateOptions, Stopper};
 use std::io::{BufRead, IsTerminal, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -57,7 +57,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
             continue;
         }
         messages.push(ChatMessage::new("user", line));
-        let answer = answer(&mut engine, &model, &messages, &options, &answering)?;
+        let answer = answer(&mut engine, args.model.device, &messages, &options, &answering)?;
         messages.push(ChatMessage::new("assistant", answer));
     }
 }
@@ -65,11 +65,12 @@ pub(crate) fn run(args: &Args) -> Outcome {
 /// Prints what the model says to `messages`, and returns it.
 fn answer(
     engine: &mut Engine,
-    model: &Model,
+    device: DeviceName,
     messages: &[ChatMessage],
     options: &GenerateOptions,
     answering: &Mutex<Option<Stopper>>,
 ) -> Result<String, Box<dyn std::error::Error>> {
+    let model = engine.model().clone();
     let prompt = model.encode_chat(messages)?;
     let mut generation = engine.generate(&prompt, options)?;
     let known = generation.reused();
@@ -91,6 +92,6 @@ fn answer(
         say("the answer ends where it has as many tokens as it may have (see --max-new-tokens)");
     }
     let before = if known > 0 { format!("{known} tokens known | ") } else { String::new() };
-    report(engine, &before, prompt.len() - known, made.len());
+    report(engine, device, &before, prompt.len() - known, made.len());
     Ok(made.into_iter().map(|token| token.text).collect())
 }

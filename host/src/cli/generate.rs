@@ -1,8 +1,8 @@
 //! `perpetua generate`.
 
 use super::{
-    Interrupted, ModelArgs, Outcome, TOKENS_BAR, at_least, is_broken_pipe, note, on_interrupt, progress, read_text,
-    say, seconds, to_stdout, warm, within, writable, write_whole,
+    DeviceName, Interrupted, ModelArgs, Outcome, TOKENS_BAR, at_least, is_broken_pipe, note, on_interrupt, progress,
+    read_text, say, seconds, to_stdout, warm, within, writable, write_whole,
 };
 use perpetua::engine::{Generation, Token};
 use perpetua::model::chat::ChatMessage;
@@ -147,7 +147,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         loaded.as_secs_f64() * 1e3,
         engine.resident().compile_time().as_secs_f64() * 1e3
     );
-    report(&engine, &load, prompt.len(), ids.len());
+    report(&engine, args.model.device, &load, prompt.len(), ids.len());
     if end == Some(End::Stopped) { Err(Interrupted.into()) } else { Ok(()) }
 }
 
@@ -180,7 +180,11 @@ pub(super) fn stream(generation: &mut Generation<'_>, prompt: usize, made: &mut 
 }
 
 /// Where the time went of a run that has read `prompt` tokens and made others, on a terminal or when asked by nobody else than a person.
-pub(super) fn report(engine: &Engine, load: &str, prompt: usize, made: usize) {
+pub(super) fn report(engine: &Engine, device: DeviceName, load: &str, prompt: usize, made: usize) {
+    let dim = if std::io::stderr().is_terminal() { ("\x1b[2m", "\x1b[0m") } else { ("", "") };
+    if device.is_simulated() {
+        return note(&format!("{}{load}prompt {prompt} tokens | {made} tokens{}", dim.0, dim.1));
+    }
     let stamps = engine.stamps();
     // When the first token was there.
     let first = engine.passes(prompt);
@@ -194,15 +198,12 @@ pub(super) fn report(engine: &Engine, load: &str, prompt: usize, made: usize) {
     let rate = |n: usize, time: Duration| n as f64 / time.as_secs_f64().max(1e-9);
     let made = match made - 1 {
         0 => "1 token".to_owned(),
-        // The simulated GPU keeps no times.
-        _ if decode.is_zero() => format!("{made} tokens"),
         more => format!(
             "{made} tokens, {more} of them in {:.1} ms ({:.1}/s{fewer})",
             decode.as_secs_f64() * 1e3,
             rate(more, decode)
         ),
     };
-    let dim = if std::io::stderr().is_terminal() { ("\x1b[2m", "\x1b[0m") } else { ("", "") };
     note(&format!(
         "{}{load}prompt {prompt} tokens in {:.1} ms ({:.0}/s) | {made}{}",
         dim.0,

@@ -160,6 +160,13 @@ enum DeviceName {
     Reference,
 }
 
+impl DeviceName {
+    /// Whether this machine only simulates it: how long something takes there means nothing.
+    fn is_simulated(self) -> bool {
+        matches!(self, DeviceName::Simt | DeviceName::Ptx)
+    }
+}
+
 /// The arguments every verb that runs a model takes.
 #[derive(Clone, Debug, Args)]
 struct ModelArgs {
