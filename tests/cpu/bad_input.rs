@@ -377,7 +377,7 @@ fn options_without_effect_are_named() {
             "prompt x: the model has none of this name, expected one of query, document",
         ),
         (&vec!["embed", "--model", &decoder], &["a", "--prompt-name", "x"], "expected one of query, document"),
-        (&vec!["embed", "--model", &decoder], &["a sentence", "--max-context", "4"], "but the context holds 4"),
+        (&vec!["embed", "--model", &decoder], &["a", "--max-context", "1"], "special: no room for text"),
         (&vec!["embed", "--model", &text], &["a"], "Qwen2ForCausalLM for sentence embeddings without a modules.json"),
         (&vec!["generate", "--model", &decoder], &["--prompt", "a"], "a sentence model for text generation"),
         (&vec!["bench", "--model", &decoder], &["--batch", "2"], "--batch is for text models"),

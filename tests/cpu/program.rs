@@ -255,6 +255,52 @@ fn embed_writes_lines_and_safetensors() {
     assert_eq!(file.tensor("embeddings").unwrap().shape(), [2, embedding(0).len()]);
 }
 
+/// To the model's longest input, or to the context that was asked for: the same rule, and how many were is said once.
+#[test]
+fn sentences_that_are_too_long_are_cut() {
+    let long = "of what anybody writes ".repeat(2000);
+    for (name, device, more) in [
+        ("tiny-embedding", "cpu", &["--max-context", "6"][..]),
+        ("tiny-embedding", "reference", &[]),
+        ("tiny-modernbert", "cpu", &[]),
+    ] {
+        let dir = fixture(name);
+        let longer = format!("{long} and more");
+        let texts = ["short", &long, &longer];
+        let verb = ["embed", "--model", &dir, "--device", device];
+        let output = perpetua(&[&verb[..], more, &texts].concat());
+        let said = String::from_utf8(output.stderr).unwrap();
+        let model = Model::load(&dir).unwrap();
+        let allowed = model.max_tokens();
+        let expected = match more {
+            [] => format!("perpetua: 2 of 3 sentences cut to {allowed} tokens\n"),
+            _ => format!("perpetua: 2 of 3 sentences cut to 6 tokens (see --max-context; the model takes {allowed})\n"),
+        };
+        assert_eq!(said, expected, "{name}");
+        let lines = String::from_utf8(output.stdout).unwrap();
+        let embeddings: Vec<serde_json::Value> = lines
+            .lines()
+            .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["embedding"].clone())
+            .collect();
+        assert!(
+            embeddings[1] == embeddings[2] && embeddings[0] != embeddings[1],
+            "{name}: what is cut off makes no difference"
+        );
+        assert!(perpetua(&[&verb[..], more, &["short"]].concat()).stderr.is_empty());
+        let most = if more.is_empty() { allowed } else { 6 };
+        let (ids, is_cut) = model.encode_sentence_within(None, &long, most).unwrap();
+        assert_eq!((ids.len(), is_cut), (most, true));
+        if !more.is_empty() {
+            // The library's rule, too.
+            let config = EngineConfig { device: Device::Cpu, max_context: Some(6), ..Default::default() };
+            let mut embedder = perpetua::Embedder::new(&model, &config).unwrap();
+            let found: Vec<f64> = embedder.embed(&long).unwrap().into_iter().map(f64::from).collect();
+            let given: Vec<f64> = embeddings[1].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect();
+            assert!(found.iter().zip(&given).all(|(a, b)| (a - b).abs() < 1e-6));
+        }
+    }
+}
+
 #[test]
 fn plan_prints_and_writes_what_it_is_asked_for() {
     let temp = tempfile::tempdir().unwrap();

@@ -1,7 +1,7 @@
 //! `perpetua embed`.
 
 use super::{
-    Interrupted, ModelArgs, Outcome, interrupt_flag, progress, read_text, to_stdout, warm, writable, write_whole,
+    Interrupted, ModelArgs, Outcome, interrupt_flag, progress, read_text, say, to_stdout, warm, writable, write_whole,
 };
 use perpetua::Embedder;
 use safetensors::Dtype;
@@ -46,16 +46,25 @@ pub(crate) fn run(args: &Args) -> Outcome {
     model.sentence_model()?;
     args.model.check_sentences(&model)?;
     // Before weights are touched: the cache is as long as the longest sentence.
+    let allowed = model.max_tokens();
+    let most = args.model.max_context.unwrap_or(allowed).min(allowed);
     let encode = |text: &String| {
-        model.encode_sentence(args.prompt_name.as_deref(), text).map_err(|error| format!("{text:?}: {error}"))
+        let encoded = model.encode_sentence_within(args.prompt_name.as_deref(), text, most);
+        encoded.map_err(|error| format!("{text:?}: {error}"))
     };
     let sentences = texts.iter().map(encode).collect::<Result<Vec<_>, _>>()?;
-    let longest = sentences.iter().map(Vec::len).max().unwrap_or(0);
+    let longest = sentences.iter().map(|(ids, _)| ids.len()).max().unwrap_or(0);
+    let n_cut = sentences.iter().filter(|(_, is_cut)| *is_cut).count();
+    if n_cut > 0 {
+        let more =
+            if most < allowed { format!(" (see --max-context; the model takes {allowed})") } else { String::new() };
+        say(&format!("{n_cut} of {} sentences cut to {most} tokens{more}", texts.len()));
+    }
     let mut embedder = Embedder::new(&model, &args.model.config(&model, longest))?;
     warm(&model)?;
     let bar = progress(texts.len() as u64, "embedding", "{msg} {bar:30} {pos}/{len} {eta}");
     let mut embeddings = Vec::with_capacity(texts.len());
-    for (text, ids) in texts.iter().zip(&sentences) {
+    for (text, (ids, _)) in texts.iter().zip(&sentences) {
         if interrupted.load(Ordering::Relaxed) {
             return Err(Interrupted.into());
         }

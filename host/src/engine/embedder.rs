@@ -63,7 +63,8 @@ impl Embedder {
         Ok(Embedder { model: model.clone(), resident, context })
     }
 
-    /// The embedding of `text`, after the model's default prompt if it has one, cut to the model's longest input.
+    /// The embedding of `text`, after the model's default prompt if it has one, cut to the model's longest input, or to
+    /// [`EngineConfig::max_context`]; [`encode_sentence_within`](model::ModelFolder::encode_sentence_within) says whether it is.
     ///
     /// # Errors
     /// From the tokenizer or the run.
@@ -77,7 +78,7 @@ impl Embedder {
     /// # Errors
     /// As [`Embedder::embed`]; a prompt that the model does not have.
     pub fn embed_as(&mut self, prompt: Option<&str>, text: &str) -> Result<Vec<f32>, EngineError> {
-        let ids = self.model.encode_sentence(prompt, text)?;
+        let (ids, _) = self.model.encode_sentence_within(prompt, text, self.context)?;
         self.embed_ids(&ids)
     }
 

@@ -309,8 +309,22 @@ impl ModelFolder {
     /// Token ids of a sentence to embed: prepared as the sentence model says, after its `prompt` of this name (`None`: its default
     /// one, if it has one), cut to its longest input.
     pub fn encode_sentence(&self, prompt: Option<&str>, text: &str) -> Result<Vec<u32>, ModelError> {
+        Ok(self.encode_sentence_within(prompt, text, self.max_tokens())?.0)
+    }
+
+    /// As [`ModelFolder::encode_sentence`], cut to `max_tokens` where these are fewer; and whether it was cut.
+    ///
+    /// # Errors
+    /// As [`ModelFolder::encode_sentence`]; no room for text beside special tokens.
+    pub fn encode_sentence_within(
+        &self,
+        prompt: Option<&str>,
+        text: &str,
+        max_tokens: usize,
+    ) -> Result<(Vec<u32>, bool), ModelError> {
         let text = self.sentence_model()?.prepare(prompt, text)?;
-        self.checked(self.tokenizer()?.encode(&text)?)
+        let (ids, is_cut) = self.tokenizer()?.encode_within(&text, max_tokens.min(self.max_tokens()))?;
+        Ok((self.checked(ids)?, is_cut))
     }
 
     fn checked(&self, ids: Vec<u32>) -> Result<Vec<u32>, ModelError> {

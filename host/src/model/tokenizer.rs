@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 use tokenizers::normalizers::{Lowercase, NormalizerWrapper, Sequence};
-use tokenizers::{TruncationDirection, TruncationParams, TruncationStrategy};
+use tokenizers::{Encoding, TruncationDirection};
 
 use super::declared::Declared;
 use super::error::ModelError;
@@ -59,6 +59,8 @@ pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     /// The end that is cut off of a text that is too long.
     cuts: TruncationDirection,
+    /// Ids of a text, where it is cut.
+    most: Option<usize>,
 }
 
 impl Tokenizer {
@@ -83,26 +85,27 @@ impl Tokenizer {
         let cuts = declared.truncation_side.or(inner.get_truncation().map(|truncation| truncation.direction));
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|e| fail(&e))?;
-        Ok(Tokenizer { path: path.to_owned(), inner, cuts: cuts.unwrap_or_default() })
+        Ok(Tokenizer { path: path.to_owned(), inner, cuts: cuts.unwrap_or_default(), most: None })
     }
 
     /// From now on [`Tokenizer::encode`] gives at most `max_tokens` ids, special tokens included: the text is cut at its end, or at its
     /// beginning where the files say so.
+    ///
+    /// # Errors
+    /// No room for text.
     pub fn truncate_to(&mut self, max_tokens: usize) -> Result<(), ModelError> {
-        let n_special = self.n_special_tokens()?;
-        if max_tokens <= n_special {
-            return Err(ModelError::Text {
-                message: format!("at most {max_tokens} tokens, of which {n_special} are special: no room for text"),
-            });
-        }
-        let truncation = TruncationParams {
-            max_length: max_tokens,
-            direction: self.cuts,
-            strategy: TruncationStrategy::LongestFirst,
-            ..TruncationParams::default()
-        };
-        self.inner.with_truncation(Some(truncation)).map_err(|e| ModelError::Text { message: one_line(&e) })?;
+        self.room(max_tokens)?;
+        self.most = Some(max_tokens);
         Ok(())
+    }
+
+    /// Of `max_tokens` those that a text may have, beside the special ones.
+    fn room(&self, max_tokens: usize) -> Result<usize, ModelError> {
+        let n_special = self.n_special_tokens()?;
+        let room = max_tokens.checked_sub(n_special).filter(|room| *room > 0);
+        room.ok_or_else(|| ModelError::Text {
+            message: format!("at most {max_tokens} tokens, of which {n_special} are special: no room for text"),
+        })
     }
 
     /// From now on texts are put in lower case first. Not before special tokens are found in them: `[SEP]` stays one.
@@ -122,23 +125,44 @@ impl Tokenizer {
 
     /// How many tokens [`Tokenizer::encode`] adds to a text of its own.
     fn n_special_tokens(&self) -> Result<usize, ModelError> {
-        Ok(self.encode("")?.len())
+        Ok(self.encoding(|inner| inner.encode_fast("", true))?.len())
     }
 
     /// The ids of a text, with the special tokens that tokenizer.json says belong around it.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, ModelError> {
-        self.encode_fast(text, true)
+        match self.most {
+            Some(most) => Ok(self.encode_within(text, most)?.0),
+            None => Ok(self.encoding(|inner| inner.encode_fast(text, true))?.get_ids().to_vec()),
+        }
+    }
+
+    /// As [`Tokenizer::encode`], at most `max_tokens` ids, special tokens included; and whether the text was cut for that.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode`]; no room for text.
+    pub fn encode_within(&self, text: &str, max_tokens: usize) -> Result<(Vec<u32>, bool), ModelError> {
+        let room = self.room(max_tokens)?;
+        let mut bare = self.encoding(|inner| inner.encode_fast(text, false))?;
+        let is_cut = bare.len() > room;
+        if is_cut {
+            bare.truncate(room, 0, self.cuts);
+        }
+        let whole = self.encoding(|inner| inner.post_process(bare, None, true))?;
+        Ok((whole.get_ids().to_vec(), is_cut))
     }
 
     /// The ids of a text that already holds its special tokens, as a chat template writes them.
     pub fn encode_rendered(&self, text: &str) -> Result<Vec<u32>, ModelError> {
-        self.encode_fast(text, false)
+        Ok(self.encoding(|inner| inner.encode_fast(text, false))?.get_ids().to_vec())
     }
 
-    fn encode_fast(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, ModelError> {
-        let encoded = caught(|| self.inner.encode_fast(text, add_special_tokens).map_err(|e| one_line(&e)));
-        match encoded {
-            Ok(Ok(encoding)) => Ok(encoding.get_ids().to_vec()),
+    /// What `call` of the library gives.
+    fn encoding(
+        &self,
+        call: impl FnOnce(&tokenizers::Tokenizer) -> tokenizers::Result<Encoding>,
+    ) -> Result<Encoding, ModelError> {
+        match caught(|| call(&self.inner).map_err(|e| one_line(&e))) {
+            Ok(Ok(encoding)) => Ok(encoding),
             Ok(Err(message)) => Err(ModelError::Text { message }),
             // No text makes a sound tokenizer panic.
             Err(message) => Err(ModelError::Tokenizer { path: self.path.clone(), message }),
