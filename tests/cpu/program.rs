@@ -710,6 +710,26 @@ fn gpu_check_says_that_there_is_no_gpu_and_tries_what_it_can_without() {
     }
 }
 
+/// What would leave out all sections, or fail for want of files, is refused before any begins.
+#[test]
+fn gpu_check_refuses_what_comes_to_nothing() {
+    let temp = tempfile::tempdir().unwrap();
+    let out = temp.path().join("records").to_string_lossy().into_owned();
+    let none = temp.path().join("none").to_string_lossy().into_owned();
+    let refused = |args: &[&str], status: i32, words: &str| {
+        let check = ["gpu-check", "--simulated", "--out", &out];
+        let output = Command::new(env!("CARGO_BIN_EXE_perpetua")).args(check).args(args).output().unwrap();
+        let message = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(status), "{message}");
+        assert!(message.contains(words), "{message:?} should say {words:?}");
+        assert!(output.stdout.is_empty() && !Path::new(&out).exists(), "{message}");
+    };
+    refused(&["facts", "--budget", "0"], 2, "expected a whole number, 1 or more");
+    for args in [&["facts", "fixtures"][..], &["sentences"], &[]] {
+        refused(&[args, &["--fixtures", &none]].concat(), 1, &format!("{none}: no such folder"));
+    }
+}
+
 /// What a section of gpu-check, told `how` and where its fixtures are, ends with: its status, its record, and what it prints.
 fn checked(section: &str, fixtures: &str, out: &Path, how: &[&str]) -> (Option<i32>, serde_json::Value, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_perpetua"))
@@ -799,7 +819,7 @@ fn closed_pipes_end_it_quietly() {
         vec!["synth", "--preset", "tiny-simt", "--out", &synth],
     ];
     if perpetua::device_image::device_image().is_some() {
-        requests.extend([check.to_vec(), [&check[..], &["--budget", "0"]].concat()]);
+        requests.push(check.to_vec());
     }
     for args in requests {
         let closed = || std::io::pipe().unwrap().1;
@@ -831,7 +851,9 @@ fn a_gpu_check_outlives_its_sections() {
     }
     let temp = tempfile::tempdir().unwrap();
     let out = temp.path().join("records");
+    // A folder, and nothing in it.
     let fixtures = temp.path().join("none");
+    std::fs::create_dir(&fixtures).unwrap();
     let mut check = Command::new(env!("CARGO_BIN_EXE_perpetua"))
         .args(["gpu-check", "--simulated", "kernels", "fixtures", "facts", "--out"])
         .arg(&out)
@@ -883,7 +905,9 @@ fn what_a_gpu_does_not_get_on_with_is_found() {
         assert_eq!(trial.contains("\"error\""), !expected, "{trial}");
     }
     // What has to do with no technique is not looked for for long.
-    let (record, said) = check(&temp.path().join("none").to_string_lossy(), &[]);
+    let none = temp.path().join("none");
+    std::fs::create_dir(&none).unwrap();
+    let (record, said) = check(&none.to_string_lossy(), &[]);
     assert!(said.contains("fails without all techniques, too"), "{said}");
     assert_eq!(record["done_in_trials"], serde_json::json!({"again": false, "without-all": false}));
 }

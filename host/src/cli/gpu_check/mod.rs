@@ -6,7 +6,7 @@ mod check;
 mod group;
 mod kernel_cases;
 
-use super::{NoGpu, Outcome, Without, plain, print, write_whole};
+use super::{NoGpu, Outcome, Without, at_least, plain, print, write_whole};
 use check::Check;
 use group::Group;
 use perpetua::cuda::fake::{Fake, Options as FakeOptions, Runs};
@@ -33,7 +33,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR")]
     scratch: Option<PathBuf>,
     /// Sections that have not begun after so many seconds are left out.
-    #[arg(long, value_name = "S", default_value_t = 500, allow_negative_numbers = true)]
+    #[arg(long, value_name = "S", default_value_t = 500, allow_negative_numbers = true, value_parser = at_least::<u64>(1))]
     budget: u64,
     /// Measure PyTorch through torch.compile as well, which takes minutes to compile.
     #[arg(long)]
@@ -148,6 +148,11 @@ impl Section {
         matches!(self, BenchSmall | BenchLlama | BenchMiddle | BenchLarge | BenchLargest | Accuracy)
     }
 
+    /// Whether it is about checkpoints and what others made of them.
+    fn has_fixtures(self) -> bool {
+        matches!(self, Section::Fixtures | Section::Sentences)
+    }
+
     fn name(self) -> String {
         clap::ValueEnum::to_possible_value(&self).map_or_else(String::new, |value| value.get_name().to_owned())
     }
@@ -180,14 +185,21 @@ impl Drop for Reader {
 /// section with it.
 pub(crate) fn run(args: &Args) -> Outcome {
     let gpu = match open(args) {
-        Ok(gpu) => gpu,
         Err(error @ (GpuError::Driver(_) | GpuError::NoDevice)) => return Err(NoGpu(error.to_string()).into()),
-        Err(error) => return Err(error.into()),
+        other => other,
     };
+    let sections = if args.sections.is_empty() { &Section::USUAL[..] } else { &args.sections };
+    // Without them sections fail for nothing that a GPU does, and what it does would be looked for in vain.
+    if let Some(section) = sections.iter().find(|section| section.has_fixtures())
+        && !args.fixtures.is_dir()
+    {
+        let (folder, section) = (args.fixtures.display(), section.name());
+        return Err(format!("{folder}: no such folder: expected the checkpoints for {section} (see --fixtures)").into());
+    }
+    let gpu = gpu?;
     std::fs::create_dir_all(&args.out).map_err(|error| {
         format!("{}: cannot make this folder for the records: {}", args.out.display(), plain(&error))
     })?;
-    let sections = if args.sections.is_empty() { &Section::USUAL[..] } else { &args.sections };
     if let (true, &[section]) = (args.alone, sections) {
         group::follow();
         return Check::new(args, gpu, section).run();
