@@ -51,7 +51,9 @@ pub struct Model {
 }
 
 impl Model {
-    /// Opens the model in folder `dir`: its configuration now, tokenizer and weights when they are first needed.
+    /// Opens the model in folder `dir`: its configuration now, tokenizer and weights when they are first needed. Weights are mapped, not
+    /// copied: their files must not be changed as long as there is a clone of this or an engine with it. Truncating one ends the process
+    /// (SIGBUS).
     ///
     /// # Errors
     /// What is missing in the folder, or what its configuration asks for that this library does not do.
