@@ -531,8 +531,10 @@ fn any_number_of_seconds_is_a_time() {
         assert_eq!(pack(timeout).0, Some(0), "{timeout}");
     }
     for timeout in ["-1", "-1e300", "NaN"] {
-        let says = format!("perpetua: --timeout {timeout}: expected a number of seconds, 0 or more\n");
-        assert_eq!(pack(timeout), (Some(1), says));
+        let (status, message) = pack(timeout);
+        let says =
+            format!("error: invalid value '{timeout}' for '--timeout <S>': expected a number of seconds, 0 or more");
+        assert_eq!((status, message.lines().next()), (Some(2), Some(&*says)));
     }
 }
 
