@@ -25,7 +25,7 @@ const COPIES: &str = "perpetua_probe_copy";
 /// before those that merge asked for splits of an attention while they merge others, 253 before what is seldom run lay elsewhere, 250 before flagged elements were looked at in one place,
 /// which is less code; 254 before functions were left to LLVM to inline, each simplified by then; 250 before who takes a tile looked once whether it is there, and measured
 /// only where it is not, which is fewer cycles and less code, and 254 before many rows' products found their outputs' operands once.)
-const REGISTERS: u32 = 250;
+const REGISTERS: u32 = 249;
 
 /// Barriers, two to a reduction: the start 1; triggers 2; tasks without triggers 1; a task that is fetched, in its turn or just in
 /// time, 4: the record, and what a batch's sequence sees and has of it; attention 13 (parts 2; of few queries 3; of many rows 2, for 64 dimensions and for 128, and of a share of the positions likewise); advance 4 (what a pass that verifies drafts has chosen, what is asked, and the best place 2); decode_attention 5 (heads, the turned queries, parts of a group's; of one by one 2); rms_norm 2, where a row is alone; linear 45 and
@@ -39,7 +39,7 @@ const REGISTERS: u32 = 250;
 /// Votes: waits of linear and gated_linear, of either in each of a warpgroup's five shapes and of a few rows, of decode_attention, of a product of one row in three forms, of all other bodies, of a task that is left out, and, before bodies, for a
 /// task and for the iteration; of tiles in vain where a pass begins, or the worker leaves. Shuffles, five to a sum, twice that for two words:
 /// rms_norm 15 (three sums), layer_norm 10, pool 5, argmax 10, rope 5, attention 47 (11, of few queries a maximum and a total 4, and of many rows a maximum and a sum, over four lanes and of two rows, 8, for two sizes, of all positions and of a share), advance 10, decode_attention 20 (a norm 5, a
-/// group's maximum and total 4, one by one 11), linear 140 and gated_linear 102 (of a warpgroup's products the factors of rows, a loop over lanes, in each of five shapes, and in linear a row's squares 1; of a few rows' the factors 2, and in linear a row's squares 2; from global memory of one row and of four, from tiles of one, a norm, and of a
+/// group's maximum and total 4, one by one 11), linear 140 and gated_linear 101 (of a warpgroup's products the factors of rows, a loop over lanes, in each of five shapes, and in linear two rows' squares 2; of a few rows' the factors, and in linear a row's squares 2; from global memory of one row and of four, from tiles of one, a norm, and of a
 /// long row in each of its widths, by its form four, two or three, and one, the one before and the last, and in linear the best of its outputs 10), experts_up 55 (a norm, one by one and by eight, what all experts make together, two products, and those of three forms of rows afar 30) and experts_down 15 (one by one, in 8 bits and in 4), expert_routes 5, routed_linear 20 (units, three products), sample 175.
 ///
 /// Warp syncs: where tiles are released, of a product of one row in each form a norm's weights, the loop's, and where the wait fails; other rows of linear and gated_linear 2 each, and a norm's weights, 1, and a
@@ -47,7 +47,7 @@ const REGISTERS: u32 = 250;
 /// around outputs that lanes exchange, linear and gated_linear 2 each; before turned elements are put: rope 1, decode_attention 1; around what a warp has of queries and results: attention 12, for two sizes, of all positions and of a share.
 const BARRIERS: usize = 222 + 2 * (2 + 2) + OF_ONE_ROW[0];
 const BARRIER_VOTES: usize = 21 + 3;
-const SHUFFLES: usize = 634 + OF_ONE_ROW[1];
+const SHUFFLES: usize = 633 + OF_ONE_ROW[1];
 const WARP_SYNCS: usize = 54 + 3 * 3;
 const PRODUCTS: usize = 464 + 12;
 const BYTE_PRODUCTS: usize = 12 + 40;
@@ -69,16 +69,16 @@ const GROUP_PRODUCTS: [usize; 4] = [36, 16, 16, 16];
 /// tells the host, too, goes on with a batch, and looks for what the text said before. decode_attention: 64 sums, and 48 words of keys and values; 196 before heads could be turned in part. attention, of
 /// few queries: as decode_attention; 189 when they were taken as many rows are, with 64 sums and a tile of scores. linear: 230 before it asked once, for all its ways, which form its weights have; 233 before it asked for splits of an attention
 /// while it merges others. Before flagged elements were looked at in one place, linear 242, gated_linear 205, decode_attention 204, and experts_up 181. Before functions were
-/// left to LLVM to inline, linear 245, gated_linear 222, rope 108, attention 213. Before many rows' outputs had their operands found once, linear 238; before it wrote
-/// pairs, rope 110.)
+/// left to LLVM to inline, linear 245, gated_linear 222, rope 108, attention 213. Before many rows' outputs had their operands found once, linear 238, and before two rows of them were
+/// finished together 244, and gated_linear 218; before it wrote pairs, rope 110.)
 type Figures = (&'static str, u32, usize, usize, usize, usize, [usize; 2]);
 
 /// Of all of them.
 const KERNELS: &[Figures] = &[
     ("embedding", 63, 2, 0, 0, 0, [0, 0]),
     ("rms_norm", 164, 4, 15, 0, 0, [0, 0]),
-    ("linear", 244, 69, 208, 27, 88, [66, 25]),
-    ("gated_linear", 218, 61, 170, 18, 88, [90, 16]),
+    ("linear", 238, 69, 208, 27, 88, [66, 25]),
+    ("gated_linear", 224, 61, 169, 18, 88, [90, 16]),
     ("rope", 112, 2, 5, 1, 0, [0, 0]),
     ("attention", 216, 15, 47, 12, 384, [0, 0]),
     ("layer_norm", 60, 6, 10, 0, 0, [0, 0]),
