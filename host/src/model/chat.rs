@@ -7,11 +7,9 @@
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use minijinja::machinery::{Vm, get_compiled_template, make_string_output};
-use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, UndefinedBehavior, Value};
+use minijinja::{Environment, Error, ErrorKind, UndefinedBehavior, Value};
 use serde::Serialize;
 
-use super::bounds::{self, FUEL, STACK_BYTES, charged};
 use super::declared::Declared;
 use super::error::ModelError;
 use super::json::{Fields, read_bytes, read_value};
@@ -37,9 +35,6 @@ impl ChatMessage {
 #[derive(Debug)]
 pub struct ChatTemplate {
     path: PathBuf,
-    /// Of the template alone, as it was compiled.
-    source: Environment<'static>,
-    /// What it is rendered in, which has no templates: another's instructions would be charged for nothing.
     environment: Environment<'static>,
     /// `bos_token`, `eos_token` and the like.
     special_tokens: Vec<(String, String)>,
@@ -48,6 +43,9 @@ pub struct ChatTemplate {
 /// Larger than any real template.
 const MAX_TEMPLATE_BYTES: u64 = 16 << 20;
 const NAME: &str = "chat";
+/// Instructions a template may take to render: a template is the model's author's word, and must not hang who reads it. The
+/// largest of today's take a few hundred a message.
+const FUEL: u64 = 20_000_000;
 
 impl ChatTemplate {
     /// Reads a model folder's chat template.
@@ -76,24 +74,21 @@ impl ChatTemplate {
         source: &str,
         special_tokens: Vec<(String, String)>,
     ) -> Result<ChatTemplate, ModelError> {
-        let mut compiled = Environment::new();
-        compiled.set_trim_blocks(true);
-        compiled.set_lstrip_blocks(true);
-        compiled
-            .add_template_owned(NAME, without_generation_tags(source))
-            .map_err(|e| chat_error(path, format!("chat template: {}", one_line(&e))))?;
         let mut environment = Environment::new();
         environment.set_fuel(Some(FUEL));
+        environment.set_trim_blocks(true);
+        environment.set_lstrip_blocks(true);
         environment.set_undefined_behavior(UndefinedBehavior::Lenient);
+        environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
         python::add_to(&mut environment);
         environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, format!("{REFUSED}{message}")))
         });
-        environment.add_function("strftime_now", |state: &State, format: String| {
-            let text = strftime(&format, unix_seconds());
-            bounds::charge(state, text.len()).map(|()| text)
-        });
-        Ok(ChatTemplate { path: path.to_owned(), source: compiled, environment, special_tokens })
+        environment.add_function("strftime_now", |format: String| strftime(&format, unix_seconds()));
+        environment
+            .add_template_owned(NAME, without_generation_tags(source))
+            .map_err(|e| chat_error(path, format!("chat template: {}", one_line(&e))))?;
+        Ok(ChatTemplate { path: path.to_owned(), environment, special_tokens })
     }
 
     /// The prompt for the assistant's next turn.
@@ -103,22 +98,6 @@ impl ChatTemplate {
 
     /// As [`ChatTemplate::render`], with variables of the template's own, such as `enable_thinking`.
     pub fn render_with(
-        &self,
-        messages: &[ChatMessage],
-        variables: &[(&str, serde_json::Value)],
-    ) -> Result<String, ModelError> {
-        // On a thread of its own, for its stack.
-        std::thread::scope(|scope| {
-            let rendered = || self.render_here(messages, variables);
-            let thread = std::thread::Builder::new().name("perpetua template".to_owned()).stack_size(STACK_BYTES);
-            let thread = thread
-                .spawn_scoped(scope, rendered)
-                .map_err(|e| chat_error(&self.path, format!("chat template: cannot start a thread: {e}")))?;
-            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        })
-    }
-
-    fn render_here(
         &self,
         messages: &[ChatMessage],
         variables: &[(&str, serde_json::Value)],
@@ -133,17 +112,8 @@ impl ChatTemplate {
         context.extend(self.special_tokens.iter().map(|(k, v)| (k.as_str(), Value::from(v.as_str()))));
         context.extend(variables.iter().map(|(k, v)| (*k, Value::from_serialize(v))));
         let context: Value = context.into_iter().collect();
-        let template = self.source.get_template(NAME).map_err(|e| chat_error(&self.path, one_line(&e)))?;
-        let charged = charged(get_compiled_template(&template));
-        let mut text = String::new();
-        let rendered = Vm::new(&self.environment).eval(
-            &charged.instructions,
-            context,
-            &charged.blocks,
-            &mut make_string_output(&mut text),
-            AutoEscape::None,
-        );
-        rendered.map(drop).map(|()| text).map_err(|e| {
+        let template = self.environment.get_template(NAME).map_err(|e| chat_error(&self.path, one_line(&e)))?;
+        template.render(context).map_err(|e| {
             chat_error(
                 &self.path,
                 match e.detail().and_then(|d| d.strip_prefix(REFUSED)) {
@@ -333,85 +303,6 @@ mod tests {
         // A long conversation is no such thing.
         let long = vec![ChatMessage::new("user", "Hi"); 20_000];
         assert!(template("{% for m in messages %}{{ m.role }}{% endfor %}").render(&long).is_ok());
-    }
-
-    /// Whatever a template does, it ends in a line that says why, and not the program.
-    #[test]
-    fn a_template_that_would_fill_the_memory_is_refused() {
-        let huge = "expected at most 65536";
-        let text = "256 MiB";
-        let nested = "nested more than 200 deep";
-        let doubled = |with: &str| format!("{{% set ns = namespace(x={with}) %}}{{% for i in range(60) %}}");
-        for (source, why) in [
-            ("{{ [1] | tojson(indent=9000000000) }}".to_owned(), huge),
-            ("{{ 'a\nb' | indent(9000000000) }}".to_owned(), huge),
-            ("{{ 'a\nb' | indent(width=9000000000) }}".to_owned(), huge),
-            ("{{ '%9000000000d' | format(1) }}".to_owned(), huge),
-            ("{{ '%.9000000000f' | format(1) }}".to_owned(), huge),
-            ("{{ '%*d' | format(9000000000, 1) }}".to_owned(), huge),
-            ("{{ '{:9000000000}'.format(1) }}".to_owned(), huge),
-            ("{{ [1] | batch(9000000000, 1) }}{{ [1] | slice(9000000000) }}".to_owned(), huge),
-            ("{{ [1] | slice(9000000000) }}".to_owned(), huge),
-            ("{{ 'a'.ljust(9000000000) }}".to_owned(), huge),
-            (doubled("'aaaa'") + "{% set ns.x = ns.x + ns.x %}{% endfor %}", text),
-            (doubled("'aaaa'") + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}", text),
-            (doubled("'aaaa'") + "{% set ns.x = ns.x * 9 %}{% endfor %}", "repeated string is too large"),
-            (doubled("'aaaa'") + "{% set ns.x = ns.x | replace('a', 'aa') %}{% endfor %}", text),
-            (doubled("'aaaa'") + "{% set ns.x = ns.x.replace('a', 'aa') %}{% endfor %}", text),
-            (doubled("'aaaa'") + "{% set ns.x = ns.x | join(ns.x) %}{% endfor %}", text),
-            (doubled("'aaaa'") + "{% set ns.x = '%s%s' | format(ns.x, ns.x) %}{% endfor %}", text),
-            (doubled("'aaaa'") + "{% set ns.x = '{}{}'.format(ns.x, ns.x) %}{% endfor %}", text),
-            (doubled("'aaaa'") + "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}{% endfor %}", text),
-            (doubled("[1]") + "{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x | list | length }}", text),
-            (doubled("range(9)") + "{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x | join }}", text),
-            (doubled("[1]") + "{% set ns.x = ns.x | chain(ns.x) %}{% endfor %}{{ ns.x | list | length }}", text),
-            (doubled("[1]") + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}", text),
-            (doubled("[1]") + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x ~ '' }}", text),
-            (doubled("[1]") + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x | tojson }}", text),
-            (doubled("[1]") + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x | upper }}", text),
-            (doubled("''") + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x | pprint }}", text),
-            (doubled("[1]") + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x in 'a' }}", text),
-            (
-                "{% set x = 'a' * 9999999 %}{% for a in range(999) %}{{ x }}{% endfor %}".to_owned(),
-                text,
-            ),
-            (
-                "{% set x = 'a' * 9999999 %}{% set ns = namespace(l=[]) %}{% for a in range(999) %}{% set ns.l = ns.l + [x[1:]] %}{% endfor %}".to_owned(),
-                text,
-            ),
-            (format!("{{% for a in range(99999) %}}{}{{% endfor %}}", "x".repeat(9999)), text),
-            (
-                "{% set ns = namespace(x=[]) %}{% for i in range(20000) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x | tojson }}".to_owned(),
-                nested,
-            ),
-            (
-                "{% set ns = namespace(x={}) %}{% for i in range(300) %}{% set ns.x = {'a': ns.x} %}{% endfor %}{{ ns.x }}".to_owned(),
-                nested,
-            ),
-        ] {
-            let error = template(&source).render(&turns()).expect_err(&source).to_string();
-            assert!(error.contains(why) && error.lines().count() == 1, "{source}: {error}");
-        }
-    }
-
-    /// What is nested is compared and dropped by recursion, which has room for all that there may be.
-    #[test]
-    fn what_is_nested_is_dropped() {
-        let levels = |n: usize| format!("{}x{}", "[".repeat(n), "]".repeat(n));
-        let deep = |n: usize, name: &str| {
-            format!(
-                "{{% for i in range({n}) %}}{{% set x = ns.{name} %}}{{% set ns.{name} = {} %}}{{% endfor %}}",
-                levels(40)
-            )
-        };
-        let once = format!("{{% set ns = namespace(a=[], b=[]) %}}{}y", deep(40_000, "a"));
-        assert_eq!(template(&once).render(&turns()).expect("it is not written"), "y");
-        let twice = format!(
-            "{{% set ns = namespace(a=[], b=[]) %}}{}{}{{{{ ns.a == ns.b }}}}",
-            deep(20_000, "a"),
-            deep(20_000, "b")
-        );
-        assert_eq!(template(&twice).render(&turns()).expect("it is not written"), "True");
     }
 
     /// What published templates use, each with the text that the reference engine makes of it.

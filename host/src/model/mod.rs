@@ -9,7 +9,6 @@
 //!   panic. What would change the result and is not done is refused, never ignored.
 //! - Opening is cheap: tokenizer, chat template and weights are read when first asked for, once, and weights are mapped, not copied.
 
-mod bounds;
 mod declared;
 mod embedding;
 mod error;

@@ -2,30 +2,21 @@
 //!
 //! Published templates are written for jinja2, whose values are Python's, and some lean on it where minijinja differs: `none` cannot be
 //! iterated over, text and dictionaries are sequences too, `int` never fails, `tojson` has the keywords of `json.dumps`, and texts have
-//! Python's methods. Positions are counted in characters. What makes texts is charged for them ([`bounds`]).
+//! Python's methods. Positions are counted in characters.
 
 use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
 use minijinja::{Environment, Error, ErrorKind, State, Value, escape_formatter};
 use minijinja_contrib::globals::{cycler, joiner};
 use minijinja_contrib::pycompat;
 
-use super::bounds::{self, charge, check_width, paid, weigh};
-
 /// Makes `environment` render as jinja2 does.
 pub(super) fn add_to(environment: &mut Environment<'static>) {
     environment.set_unknown_method_callback(method);
-    bounds::add_to(environment);
-    environment.set_formatter(|out, state, value| {
-        charge(state, weigh(value)?.bytes)?;
-        match written(value) {
-            Some(text) => out.write_str(&text).map_err(Error::from),
-            None => escape_formatter(out, state, value),
-        }
+    environment.set_formatter(|out, state, value| match written(value) {
+        Some(text) => out.write_str(&text).map_err(Error::from),
+        None => escape_formatter(out, state, value),
     });
-    environment.add_filter("string", |state: &State, value: &Value| {
-        charge(state, weigh(value)?.bytes)?;
-        Ok::<_, Error>(written(value).unwrap_or_else(|| value.to_string()))
-    });
+    environment.add_filter("string", |value: &Value| written(value).unwrap_or_else(|| value.to_string()));
     environment.add_test("iterable", is_iterable);
     environment.add_test("sequence", is_sequence);
     environment.add_filter("length", length);
@@ -36,7 +27,7 @@ pub(super) fn add_to(environment: &mut Environment<'static>) {
     environment.add_function("joiner", joiner);
 }
 
-pub(super) fn wrong(message: impl Into<String>) -> Error {
+fn wrong(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidOperation, message.into())
 }
 
@@ -158,7 +149,7 @@ struct Json {
 }
 
 /// `json.dumps(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False)`.
-fn tojson(state: &State, value: Value, args: Rest<Value>) -> Result<String, Error> {
+fn tojson(value: Value, args: Rest<Value>) -> Result<String, Error> {
     let (positional, kwargs): (&[Value], Kwargs) = from_args(&args)?;
     let given = |place: usize, keyword| {
         let keyword = kwargs.get::<Option<Value>>(keyword)?;
@@ -173,8 +164,7 @@ fn tojson(state: &State, value: Value, args: Rest<Value>) -> Result<String, Erro
         Some(text) if text.as_str().is_some() => text.as_str().map(str::to_owned),
         // Python takes a negative number as none.
         Some(width) => {
-            let width = usize::try_from(width).map_err(|_| wrong("tojson: indent: expected a number"))?;
-            Some(" ".repeat(check_width(width)?))
+            Some(" ".repeat(usize::try_from(width).map_err(|_| wrong("tojson: indent: expected a number"))?))
         }
     };
     let (comma, colon) = match given(2, "separators")? {
@@ -194,11 +184,6 @@ fn tojson(state: &State, value: Value, args: Rest<Value>) -> Result<String, Erro
     if value.is_undefined() {
         return Err(Error::new(ErrorKind::UndefinedError, "tojson of an undefined value"));
     }
-    // A line for each value, and for each end of a list; of a text a character may take six.
-    let weight = weigh(&value)?;
-    let indented = indent.as_ref().map_or(0, |indent| indent.len().saturating_mul(weight.depth));
-    let each = [1, comma.len(), colon.len()].into_iter().fold(indented.saturating_mul(2), usize::saturating_add);
-    charge(state, (6 * weight.bytes).saturating_add(weight.items.saturating_mul(each)))?;
     let value =
         serde_json::to_value(&value).map_err(|e| Error::new(ErrorKind::BadSerialization, format!("tojson: {e}")))?;
     let mut out = String::new();
@@ -278,22 +263,12 @@ fn float(number: f64) -> String {
 
 /// Methods that minijinja does not know.
 fn method(state: &State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
-    match name {
-        "replace" => bounds::charge_replacing(state, &[std::slice::from_ref(value), args].concat())?,
-        "join" => bounds::charge_joining(state, args.first(), Some(value))?,
-        "format" => bounds::charge_format(state, Some(value), args)?,
-        _ => {}
-    }
-    paid(state, method_of(state, value, name, args)?)
-}
-
-fn method_of(state: &State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     let result = match (value.as_str(), value.kind()) {
         (Some(text), _) => text_method(text, name, args),
         (None, ValueKind::Seq) if name == "index" => {
             let (wanted,): (&Value,) = from_args(args)?;
             let found = value.try_iter()?.position(|item| item == *wanted);
-            return found.map(Value::from).ok_or_else(|| wrong("index: the value is not in the list"));
+            return found.map(Value::from).ok_or_else(|| wrong(format!("{wanted:?} is not in list")));
         }
         _ => Ok(None),
     };
@@ -391,7 +366,12 @@ fn text_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, 
 
 /// How many characters `text` is short of `width`.
 fn lacking(text: &str, width: usize) -> Result<usize, Error> {
-    Ok(check_width(width)?.saturating_sub(text.chars().count()))
+    // A template must not fill the memory of who reads it.
+    const MOST: usize = 1 << 16;
+    if width > MOST {
+        return Err(wrong(format!("a width of {width}: expected at most {MOST}")));
+    }
+    Ok(width.saturating_sub(text.chars().count()))
 }
 
 /// `split(sep=None, maxsplit=-1)`, from the end where `from_end`.
