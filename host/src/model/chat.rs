@@ -45,7 +45,7 @@ const MAX_TEMPLATE_BYTES: u64 = 16 << 20;
 const NAME: &str = "chat";
 /// Instructions a template may take to render: a template is the model's author's word, and must not hang who reads it. The
 /// largest of today's take a few hundred a message.
-const FUEL: u64 = 20_000_000;
+const FUEL: u64 = 2_000_000;
 
 impl ChatTemplate {
     /// Reads a model folder's chat template.
@@ -303,6 +303,37 @@ mod tests {
         // A long conversation is no such thing.
         let long = vec![ChatMessage::new("user", "Hi"); 20_000];
         assert!(template("{% for m in messages %}{{ m.role }}{% endfor %}").render(&long).is_ok());
+    }
+
+    /// A width of billions, or what is nested without end, is refused by a line, and does not end the program.
+    #[test]
+    fn a_template_that_asks_for_too_much_is_refused() {
+        let (wide, deep) = ("expected at most 65536", "nested more than 200 deep");
+        let nested = |use_of: &str| {
+            format!(
+                "{{% set ns = namespace(x=[]) %}}{{% for i in range(300) %}}{{% set ns.x = [ns.x] %}}{{% endfor %}}{use_of}"
+            )
+        };
+        for (source, why) in [
+            ("{{ [1] | tojson(indent=9000000000) }}", wide),
+            ("{{ 'a\nb' | indent(9000000000) }}", wide),
+            ("{{ 'a\nb' | indent(width=9000000000) }}", wide),
+            ("{{ '%9000000000d' | format(1) }}", wide),
+            ("{{ '%.9000000000f' | format(1) }}", wide),
+            ("{{ '%*d' | format(9000000000, 1) }}", wide),
+            ("{{ [1] | batch(9000000000, 1) }}", wide),
+            ("{{ [1] | slice(9000000000) }}", wide),
+            ("{{ 'a'.ljust(9000000000) }}", wide),
+            (&nested("{{ ns.x | tojson }}"), deep),
+            (&nested("{{ ns.x }}"), deep),
+            (&nested("{{ ns.x | string }}"), deep),
+        ] {
+            let error = template(source).render(&turns()).expect_err(source).to_string();
+            assert!(error.contains(why) && error.lines().count() == 1, "{source}: {error}");
+        }
+        let text =
+            template("{{ 'a\nb' | indent(2) }}{{ '%03d' | format(7) }}").render(&turns()).expect("of usual widths");
+        assert_eq!(text, "a\n  b007");
     }
 
     /// What published templates use, each with the text that the reference engine makes of it.

@@ -5,18 +5,28 @@
 //! Python's methods. Positions are counted in characters.
 
 use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
-use minijinja::{Environment, Error, ErrorKind, State, Value, escape_formatter};
+use minijinja::{Environment, Error, ErrorKind, State, Value, escape_formatter, filters};
 use minijinja_contrib::globals::{cycler, joiner};
 use minijinja_contrib::pycompat;
 
 /// Makes `environment` render as jinja2 does.
 pub(super) fn add_to(environment: &mut Environment<'static>) {
     environment.set_unknown_method_callback(method);
-    environment.set_formatter(|out, state, value| match written(value) {
-        Some(text) => out.write_str(&text).map_err(Error::from),
-        None => escape_formatter(out, state, value),
+    environment.set_formatter(|out, state, value| {
+        check_depth(value)?;
+        match written(value) {
+            Some(text) => out.write_str(&text).map_err(Error::from),
+            None => escape_formatter(out, state, value),
+        }
     });
-    environment.add_filter("string", |value: &Value| written(value).unwrap_or_else(|| value.to_string()));
+    environment.add_filter("string", |value: &Value| {
+        check_depth(value)?;
+        Ok::<_, Error>(written(value).unwrap_or_else(|| value.to_string()))
+    });
+    environment.add_filter("indent", of_widths(Value::from_function(filters::indent)));
+    environment.add_filter("batch", of_widths(Value::from_function(filters::batch)));
+    environment.add_filter("slice", of_widths(Value::from_function(filters::slice)));
+    environment.add_filter("format", format);
     environment.add_test("iterable", is_iterable);
     environment.add_test("sequence", is_sequence);
     environment.add_filter("length", length);
@@ -164,7 +174,8 @@ fn tojson(value: Value, args: Rest<Value>) -> Result<String, Error> {
         Some(text) if text.as_str().is_some() => text.as_str().map(str::to_owned),
         // Python takes a negative number as none.
         Some(width) => {
-            Some(" ".repeat(usize::try_from(width).map_err(|_| wrong("tojson: indent: expected a number"))?))
+            let width = usize::try_from(width).map_err(|_| wrong("tojson: indent: expected a number"))?;
+            Some(" ".repeat(check_width(width)?))
         }
     };
     let (comma, colon) = match given(2, "separators")? {
@@ -184,6 +195,7 @@ fn tojson(value: Value, args: Rest<Value>) -> Result<String, Error> {
     if value.is_undefined() {
         return Err(Error::new(ErrorKind::UndefinedError, "tojson of an undefined value"));
     }
+    check_depth(&value)?;
     let value =
         serde_json::to_value(&value).map_err(|e| Error::new(ErrorKind::BadSerialization, format!("tojson: {e}")))?;
     let mut out = String::new();
@@ -366,12 +378,57 @@ fn text_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, 
 
 /// How many characters `text` is short of `width`.
 fn lacking(text: &str, width: usize) -> Result<usize, Error> {
-    // A template must not fill the memory of who reads it.
+    Ok(check_width(width)?.saturating_sub(text.chars().count()))
+}
+
+/// Whether `width` is one that a text, or an indentation, may have: one of billions would fill the memory of who reads the template, which
+/// ends the program.
+fn check_width(width: usize) -> Result<usize, Error> {
     const MOST: usize = 1 << 16;
     if width > MOST {
         return Err(wrong(format!("a width of {width}: expected at most {MOST}")));
     }
-    Ok(width.saturating_sub(text.chars().count()))
+    Ok(width)
+}
+
+/// Whether `value` is nested no deeper than what may be written: that goes by recursion. JSON that can be read has 128 levels.
+fn check_depth(value: &Value) -> Result<(), Error> {
+    const MOST: usize = 200;
+    fn check(value: &Value, left: usize) -> Result<(), Error> {
+        if !matches!(value.kind(), ValueKind::Seq | ValueKind::Map) {
+            return Ok(());
+        }
+        let left = left.checked_sub(1).ok_or_else(|| wrong(format!("values are nested more than {MOST} deep")))?;
+        let is_map = value.kind() == ValueKind::Map;
+        value.try_iter()?.try_for_each(|item| check(&if is_map { value.get_item(&item)? } else { item }, left))
+    }
+    check(value, MOST)
+}
+
+/// `filter`, of whose arguments behind the first those that are numbers are widths.
+fn of_widths(filter: Value) -> impl Fn(&State, Rest<Value>) -> Result<Value, Error> + Send + Sync + 'static {
+    move |state, args| {
+        for arg in args.iter().skip(1) {
+            let named = Kwargs::try_from(arg.clone()).ok();
+            let named = named.and_then(|named| named.get::<Option<usize>>("width").ok().flatten());
+            check_width(arg.as_usize().or(named).unwrap_or(0))?;
+        }
+        filter.call(state, &args)
+    }
+}
+
+/// `format`, whose text may ask for widths.
+fn format(state: &State, args: Rest<Value>) -> Result<Value, Error> {
+    let text = args.first().and_then(Value::as_str).unwrap_or_default();
+    for digits in text.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty()) {
+        check_width(digits.parse().unwrap_or(usize::MAX))?;
+    }
+    // One that is an argument: which of them is not looked at.
+    if text.contains('*') {
+        of_widths(Value::from_function(filters::format))(state, args)
+    } else {
+        Value::from_function(filters::format).call(state, &args)
+    }
 }
 
 /// `split(sep=None, maxsplit=-1)`, from the end where `from_end`.
