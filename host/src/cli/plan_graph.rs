@@ -1,6 +1,6 @@
 //! `perpetua plan --graph`: tasks and events of a graph of cut operators that no model file describes.
 
-use super::{Outcome, Rows, print, write_whole};
+use super::{Outcome, Rows, note, print, write_whole};
 use perpetua::compile::CompileError;
 use perpetua::graph::task::{self, TaskClass, Violation, dot, json, svg};
 use std::path::Path;
@@ -25,6 +25,9 @@ pub(crate) fn run(
     };
     let text = std::fs::read_to_string(graph_path).map_err(|error| format!("{name}: {error}"))?;
     let described = json::read_described(&text).map_err(|error| format!("{name}: {error}"))?;
+    for field in &described.ignored {
+        note(&format!("{name}: {field} is not understood, and ignored"));
+    }
     stage("read");
     let graph = &described.graph;
     let config = task::Config { classes: described.classes, ..task::Config::default() };

@@ -4,7 +4,7 @@
 //! order (`name`, `grid`, `reads`, `writes`, each `{"tensor", "map"}`). `map[axis]` is the tensor dimension that grid axis
 //! cuts, or -1. A tensor that is no view has a buffer of its own; a view's offset counts from its base's first element,
 //! and the base may be a view. Beyond that, a write may say `"kind": "add"` (blocks add into it, in any order) or
-//! `"update"` (in place), and an operator `"class": "just-in-time"`. Other fields are refused: a name misspelt would leave out what it is for.
+//! `"update"` (in place), and an operator `"class": "just-in-time"`. Other fields are [told](Described::ignored), and mean nothing.
 //!
 //! Out: `tasks` (`op`, `op_index`, `block`, `worker`, `waits`, `triggers`), `events` (`num_triggers`) and `workers`, each a
 //! list of tasks in execution order; tasks and events are numbered by position.
@@ -15,8 +15,9 @@ use crate::graph::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, ThreadBl
 use perpetua_shared::DType;
 use perpetua_shared::limits::MAX_RANK;
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 use serde_json::Value;
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Write};
 
 /// Why a text is no graph.
@@ -48,14 +49,19 @@ pub enum GraphError {
 }
 
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields, expecting = "an object with `tensors` and `ops`")]
+#[serde(expecting = "an object with `tensors` and `ops`")]
 struct File {
     tensors: Vec<TensorText>,
     ops: Vec<OpText>,
+    #[serde(flatten)]
+    others: Others,
 }
 
+/// Fields that mean nothing here.
+type Others = BTreeMap<String, IgnoredAny>;
+
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields, expecting = "a tensor: an object with `name` and `shape`")]
+#[serde(expecting = "a tensor: an object with `name` and `shape`")]
 struct TensorText {
     name: String,
     shape: Option<Vec<Value>>,
@@ -63,10 +69,12 @@ struct TensorText {
     view_of: Option<String>,
     offset_elems: Option<Value>,
     strides: Option<Vec<Value>>,
+    #[serde(flatten)]
+    others: Others,
 }
 
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields, expecting = "an operator: an object with `name` and `grid`")]
+#[serde(expecting = "an operator: an object with `name` and `grid`")]
 struct OpText {
     name: String,
     grid: Option<Vec<Value>>,
@@ -75,14 +83,18 @@ struct OpText {
     #[serde(default)]
     writes: Vec<AccessText>,
     class: Option<String>,
+    #[serde(flatten)]
+    others: Others,
 }
 
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields, expecting = "an object with `tensor` and `map`")]
+#[serde(expecting = "an object with `tensor` and `map`")]
 struct AccessText {
     tensor: String,
     map: Option<Vec<Value>>,
     kind: Option<String>,
+    #[serde(flatten)]
+    others: Others,
 }
 
 /// Sizes beyond this are mistakes, and sums of a few of them stay inside 64 bits.
@@ -95,6 +107,8 @@ pub struct Described {
     pub graph: ThreadBlockGraph,
     /// Operators that are not ahead-of-time, for [`Config::classes`](super::Config::classes).
     pub classes: Vec<(u32, TaskClass)>,
+    /// Fields that mean nothing here, each with what has it. One that is misspelt leaves out what it is for.
+    pub ignored: Vec<String>,
 }
 
 /// Reads a graph and the classes of its operators.
@@ -108,13 +122,10 @@ pub fn read_described(text: &str) -> Result<Described, GraphError> {
     let mut out = Described {
         graph: ThreadBlockGraph { table, ops: Vec::with_capacity(file.ops.len()), has_tiles: false },
         classes: Vec::new(),
+        ignored: ignored(&file),
     };
-    let mut names = HashSet::with_capacity(file.ops.len());
     for (i, op) in file.ops.iter().enumerate() {
         let fail = |what: String| GraphError::Op { op: op.name.clone(), what };
-        if !names.insert(op.name.as_str()) {
-            return Err(fail("there are two operators of this name".to_owned()));
-        }
         let Some(grid) = &op.grid else {
             return Err(fail("it has no grid".to_owned()));
         };
@@ -159,6 +170,23 @@ pub fn read_described(text: &str) -> Result<Described, GraphError> {
         });
     }
     Ok(out)
+}
+
+/// See [`Described::ignored`].
+fn ignored(file: &File) -> Vec<String> {
+    let named = |what: String, others: &Others| -> Vec<String> {
+        others.keys().map(|field| format!("`{field}` of {what}")).collect()
+    };
+    let mut all = named("the graph".to_owned(), &file.others);
+    all.extend(file.tensors.iter().flat_map(|tensor| named(format!("tensor {}", tensor.name), &tensor.others)));
+    for op in &file.ops {
+        all.extend(named(format!("operator {}", op.name), &op.others));
+        let accesses = op.reads.iter().chain(&op.writes);
+        all.extend(
+            accesses.flat_map(|access| named(format!("operator {}'s {}", op.name, access.tensor), &access.others)),
+        );
+    }
+    all
 }
 
 fn read_map(values: &[Value]) -> Result<[Option<u8>; GRID_AXES], String> {
@@ -436,15 +464,11 @@ mod tests {
             ("\"dtype\": \"bf16\"", "\"dtype\": \"b16\"", "tensor x: its dtype is b16"),
             (", \"dtype\": \"bf16\"", "", "tensor x: it has no dtype"),
             ("\"shape\": [1, 2048], ", "", "tensor q_half: it has no shape"),
-            ("\"name\": \"norm\"", "\"name\": \"linear\"", "operator linear: there are two operators of this name"),
             ("[32, 1, 1]", "[32, 1]", "operator linear: its grid has 2 axes"),
             ("[32, 1, 1]", "[-32, 1, 1]", "operator linear: grid axis 0 is -32"),
             ("[1, -1, -1]", "[1, -2, -1]", "operator linear: the map of tensor q: entry 1 is -2"),
             ("\"name\": \"linear\", ", "", "missing field `name`"),
-            ("\"reads\"", "\"raeds\"", "unknown field `raeds`, expected one of `name`, `grid`, `reads`, `writes`"),
-            ("\"map\"", "\"maps\"", "unknown field `maps`, expected one of `tensor`, `map`"),
-            ("\"offset_elems\"", "\"offset\"", "unknown field `offset`"),
-            ("\"ops\"", "\"operators\"", "unknown field `operators`, expected `tensors` or `ops`"),
+            ("\"ops\"", "\"operators\"", "missing field `ops`"),
             (
                 "{\"name\": \"linear\"",
                 "3, {\"name\": \"linear\"",
@@ -457,6 +481,16 @@ mod tests {
             let error = read_graph(&text).unwrap_err().to_string();
             assert!(error.contains(says), "{error:?} does not say {says:?}");
         }
+        for (from, to, says) in [
+            ("\"reads\"", "\"raeds\"", "`raeds` of operator linear"),
+            ("\"map\"", "\"map\": [-1, -1, -1], \"maps\"", "`maps` of operator linear's x"),
+            ("\"dtype\"", "\"seen\": 3, \"dtype\"", "`seen` of tensor x"),
+            ("\"ops\"", "\"by\": \"me\", \"ops\"", "`by` of the graph"),
+        ] {
+            let described = read_described(&EXAMPLE.replacen(from, to, 1)).unwrap();
+            assert_eq!(described.ignored, [says]);
+        }
+        assert_eq!(read_described(EXAMPLE).unwrap().ignored, [""; 0]);
         for text in ["[]", "3"] {
             let error = read_graph(text).unwrap_err().to_string();
             assert!(error.contains("expected an object with `tensors` and `ops`"), "{error}");
