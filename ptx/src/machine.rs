@@ -646,8 +646,7 @@ impl Machine<'_> {
             {
                 // Lanes may come here one after the other and meet still: on a chip, nobody says that they do.
                 let line = entry.code.get(*join as usize).map_or(0, |instruction| instruction.line);
-                let what =
-                    format!("for aligned lanes, behind a branch that parts them until line {line} ({:?})", part.joins);
+                let what = format!("for aligned lanes, behind a branch that parts them until line {line}");
                 return Err(self.fault(b, w, &part, what));
             }
             let next = match self.step(b, w, part.lanes, part.pc) {

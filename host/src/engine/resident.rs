@@ -7,10 +7,10 @@ use crate::cuda::{Gpu, GpuError};
 use crate::device_image::device_image;
 use crate::exec::cuda::Cuda;
 use crate::exec::memory::{Memory, MemoryError, WeightSource};
-use crate::exec::{Executor, RunError, Stopper, cuda, reference, simt, threads};
+use crate::exec::{Executor, RunError, Stopper, check_pass, cuda, reference, simt, threads};
 use crate::graph::lower::Target;
 use perpetua_device::cpu::simd::Isa;
-use perpetua_shared::control::{ALL_ROWS, Control, Step};
+use perpetua_shared::control::{Control, Step};
 use perpetua_shared::image::BindingKind;
 use perpetua_shared::limits::MAX_WORKERS;
 use perpetua_shared::task::Operand;
@@ -131,19 +131,13 @@ impl Resident {
     }
 
     /// Whether there is such a program, with so many rows, and room for so many tokens.
-    fn check_pass(&self, program: ProgramId, rows: usize, tokens: usize) -> Result<(), RunError> {
-        let programs = self.compiled.image.view().programs;
-        let wrong = |given: String, expected: String| Err(RunError::Pass { given, expected });
-        let Some(known) = programs.get(program.idx()) else {
-            return wrong(format!("program {}", program.0), format!("one of {}, counted from 0", programs.len()));
-        };
-        if rows > known.max_rows as usize {
-            return wrong(format!("{rows} rows of program {}", program.0), format!("{} at most", known.max_rows));
-        }
+    fn check_pass(&self, program: ProgramId, rows: u32, tokens: usize) -> Result<(), RunError> {
+        check_pass(&self.compiled.image, program, rows)?;
         let buffer = self.compiled.bindings.iter().find(|binding| binding.kind == BindingKind::Tokens);
         let room = buffer.map_or(0, |buffer| buffer.bytes as usize / size_of::<u32>());
         if tokens > room {
-            return wrong(format!("{tokens} tokens"), format!("{room} at most, which the token buffer has room for"));
+            let expected = format!("{room} at most, which the token buffer has room for");
+            return Err(RunError::Pass { given: format!("{tokens} tokens"), expected });
         }
         Ok(())
     }
@@ -227,7 +221,7 @@ impl Resident {
     /// # Errors
     /// The first fault; no such program, or more tokens than it or the token buffer has rows.
     pub fn run_tokens(&mut self, program: ProgramId, tokens: &[u32]) -> Result<(), RunError> {
-        self.check_pass(program, tokens.len(), tokens.len())?;
+        self.check_pass(program, tokens.len() as u32, tokens.len())?;
         self.set_tokens(0, tokens);
         let n = tokens.len() as u32;
         self.start(one_pass(program, 0, n, n));
@@ -239,7 +233,7 @@ impl Resident {
     /// # Errors
     /// The first fault; no such program, or more tokens than the token buffer has rows.
     pub fn run_last(&mut self, program: ProgramId, tokens: &[u32]) -> Result<(), RunError> {
-        self.check_pass(program, tokens.len().min(1), tokens.len())?;
+        self.check_pass(program, tokens.len().min(1) as u32, tokens.len())?;
         self.set_tokens(0, tokens);
         let n = tokens.len() as u32;
         self.start(one_pass(program, n.saturating_sub(1), n.min(1), n));
@@ -269,12 +263,12 @@ impl Resident {
         Ok(())
     }
 
-    /// Runs one pass of program `program` over its first `rows` rows, or all of them ([`ALL_ROWS`]): the whole of a graph without a token dimension.
+    /// Runs one pass of program `program` over its first `rows` rows, or all of them ([`ALL_ROWS`](perpetua_shared::control::ALL_ROWS)): the whole of a graph without a token dimension.
     ///
     /// # Errors
     /// The first fault; no such program, or more rows than it has.
     pub fn run_once(&mut self, program: ProgramId, rows: u32) -> Result<(), RunError> {
-        self.check_pass(program, if rows == ALL_ROWS { 0 } else { rows as usize }, 0)?;
+        self.check_pass(program, rows, 0)?;
         self.start(one_pass(program, 0, rows, rows));
         self.finish().map(|_| ())
     }

@@ -25,7 +25,7 @@ use memory::MemoryError;
 use perpetua_shared::control::{ALL_ROWS, Control, NO_PROGRAM};
 use perpetua_shared::limits::MAX_PROGRAMS;
 use perpetua_shared::task::Operand;
-use perpetua_shared::{Fault, FaultCode};
+use perpetua_shared::{Fault, FaultCode, ProgramId};
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
@@ -36,7 +36,7 @@ pub trait Executor: Debug + Send {
     /// `stopper`, of this run alone, is told is the last, or on a GPU the one soon after. An error waits in [`Executor::finish`].
     ///
     /// # Panics
-    /// Where `control` asks for what the image does not have: programs, rows, positions, sequences.
+    /// Where `control` asks for what the image does not have: a program, rows, sequences. Positions are the caller's to keep below the context.
     fn start_with(&mut self, control: Control, stopper: &Stopper);
 
     /// As [`Executor::start_with`], of a run that nobody stops.
@@ -128,19 +128,27 @@ fn check_control(image: &Image, control: &Control) {
         control.n_sequences,
         step.sequence
     );
-    if step.program == NO_PROGRAM {
-        return;
+    if step.program != NO_PROGRAM
+        && let Err(error) = check_pass(image, ProgramId(step.program), step.rows)
+    {
+        panic!("{error}");
     }
+}
+
+/// Whether `image` has such a program, and it so many rows.
+///
+/// # Errors
+/// What is asked for, and what there is.
+pub(crate) fn check_pass(image: &Image, program: ProgramId, rows: u32) -> Result<(), RunError> {
     let programs = image.view().programs;
-    let rows = programs.get(step.program as usize).map(|program| program.max_rows);
-    assert!(
-        rows.is_some_and(|rows| step.rows <= rows || step.rows == ALL_ROWS),
-        "a step of {} rows of p{}: the image has {} programs, of {:?} rows",
-        step.rows,
-        step.program,
-        programs.len(),
-        programs.iter().map(|program| program.max_rows).collect::<Vec<_>>()
-    );
+    let (given, expected) = match programs.get(program.idx()) {
+        None => (format!("program {}", program.0), format!("one of {}, counted from 0", programs.len())),
+        Some(known) if rows > known.max_rows && rows != ALL_ROWS => {
+            (format!("{rows} rows of program {}", program.0), format!("{} at most", known.max_rows))
+        }
+        Some(_) => return Ok(()),
+    };
+    Err(RunError::Pass { given, expected })
 }
 
 /// A run that ended in a fault, in words.
