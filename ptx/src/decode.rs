@@ -158,11 +158,13 @@ pub(super) enum Op {
         b: [Slot; 2],
         c: [Slot; 4],
     },
-    /// m64nNk16 of a warpgroup, bf16, sums f32, both matrices in shared memory.
+    /// m64nNk16 of a warpgroup, bf16, sums f32: a as four registers or, as b, in shared memory.
     GroupProduct {
         d: Vec<Slot>,
-        a: Slot,
+        a: Vec<Slot>,
         b: Slot,
+        /// Of b, whose n is innermost then.
+        is_transposed: bool,
     },
     GroupFence,
     GroupCommit,
@@ -818,18 +820,21 @@ impl<'a> Decoder<'a> {
             ("wgmma.commit_group.sync.aligned", []) => Op::GroupCommit,
             ("wgmma.wait_group.sync.aligned", [left]) => Op::GroupWait(count(left)?),
             (_, [d, a, b, scale @ ..]) if opcode.starts_with("wgmma.mma_async.sync.aligned.m64n") => {
-                // Sums are added to, signs kept, both matrices have k innermost.
-                let as_written = [1, 1, 1, 0, 0].map(Operand::Number);
+                // Sums are added to, signs kept; matrices in shared memory have k innermost, or b beside registers n.
+                let in_registers = matches!(a, Operand::Vector(_));
+                let k_innermost = [1, 1, 1, 0, 0].map(Operand::Number);
+                let is_transposed = in_registers && scale == [1, 1, 1, 1].map(Operand::Number);
                 let n = opcode["wgmma.mma_async.sync.aligned.m64n".len()..].strip_suffix("k16.f32.bf16.bf16");
                 let n: usize = n.and_then(|n| n.parse().ok()).ok_or("is not understood")?;
-                if scale != as_written {
+                if !is_transposed && scale != &k_innermost[..if in_registers { 4 } else { 5 }] {
                     return Err(format!("{scale:?} is not understood"));
                 }
                 let d = self.sources(d, 32)?;
                 if d.len() != n / 2 {
                     return Err(format!("{} sums, not {}", d.len(), n / 2));
                 }
-                Op::GroupProduct { d, a: self.source(a, 64)?, b: self.source(b, 64)? }
+                let a = if in_registers { self.sources_n::<4>(a, 32)?.to_vec() } else { vec![self.source(a, 64)?] };
+                Op::GroupProduct { d, a, b: self.source(b, 64)?, is_transposed }
             }
             _ => return Ok(None),
         }))

@@ -23,8 +23,26 @@ pub(super) struct Groups {
     is_fenced: bool,
     /// Sums that are not in their registers.
     sums: Vec<Sums>,
-    /// Products under way, in order: group, sums by their first register, matrices.
-    products: Vec<(u64, Slot, [u64; 2])>,
+    /// Products under way, in order.
+    products: Vec<Product>,
+}
+
+#[derive(Debug)]
+struct Product {
+    group: u64,
+    /// The first register of its sums.
+    first: Slot,
+    a: Left,
+    b: u64,
+    is_transposed: bool,
+}
+
+/// The first matrix of a product.
+#[derive(Clone, Debug)]
+enum Left {
+    Shared(u64),
+    /// Registers of each warp, which nobody writes before the product is waited for: they are read when it is made.
+    Registers(Vec<Slot>),
 }
 
 /// Sums that products are, or were, under way for.
@@ -138,7 +156,7 @@ impl Machine<'_> {
                     warp.set(*d, ALL, sums);
                 }
             }
-            Op::GroupProduct { d, a, b: right } => {
+            Op::GroupProduct { d, a, b: right, is_transposed } => {
                 self.report.products[1] += 1;
                 let entry = self.entry;
                 let n_warps = self.blocks[b].warps.len();
@@ -153,7 +171,8 @@ impl Machine<'_> {
                         None => Ok(row[0]),
                     }
                 };
-                let matrices = [one(*a)?, one(*right)?];
+                let left = if let [a] = a[..] { Left::Shared(one(a)?) } else { Left::Registers(a.clone()) };
+                let right = one(*right)?;
                 if !warp.groups.is_fenced {
                     return Err("no wgmma.fence since sums were last waited for".to_owned());
                 }
@@ -168,7 +187,8 @@ impl Machine<'_> {
                         warp.groups.sums.push(Sums { slots: d.clone(), rows, last: group });
                     }
                 }
-                warp.groups.products.push((group, d[0], matrices));
+                let is_transposed = *is_transposed;
+                warp.groups.products.push(Product { group, first: d[0], a: left, b: right, is_transposed });
                 // Sooner or later; in order.
                 if self.random(2) == 0 {
                     self.multiply(b, w, u64::MAX)?;
@@ -198,14 +218,26 @@ impl Machine<'_> {
 
     /// Does the warp's products of groups before `over`.
     fn multiply(&mut self, b: usize, w: usize, over: u64) -> Result<(), String> {
-        let block = &mut self.blocks[b];
+        let (entry, block) = (self.entry, &mut self.blocks[b]);
         let mut groups = std::mem::take(&mut block.warps[w].groups);
-        let n = groups.products.iter().take_while(|(group, ..)| *group < over).count();
-        for (_, first, [a, right]) in groups.products.drain(..n) {
+        let n = groups.products.iter().take_while(|product| product.group < over).count();
+        for Product { first, a, b: right, is_transposed, .. } in groups.products.drain(..n) {
             let sums = groups.sums.iter_mut().find(|sums| sums.slots[0] == first);
             let rows = &mut sums.expect("sums stay until nothing is under way for them").rows;
-            let left = matrix(block, a, 16 * (w as u64 % 4), 16)?;
-            let top = matrix(block, right, 0, 2 * rows.len() as u64)?;
+            let left = match a {
+                Left::Shared(a) => matrix(block, a, 16 * (w as u64 % 4), 16, false)?,
+                Left::Registers(slots) => {
+                    let mut left = vec![[0.0; 16]; 16];
+                    for (n, slot) in slots.into_iter().enumerate() {
+                        for (lane, bits) in block.warps[w].row(entry, slot).iter().enumerate() {
+                            let (row, column) = (lane / 4 + 8 * (n % 2), 2 * (lane % 4) + 8 * (n / 2));
+                            [left[row][column], left[row][column + 1]] = pair(*bits);
+                        }
+                    }
+                    left
+                }
+            };
+            let top = matrix(block, right, 0, 2 * rows.len() as u64, is_transposed)?;
             for (number, row) in rows.iter_mut().enumerate() {
                 for lane in 0..WARP {
                     let r = lane / 4 + 8 * (number / 2 % 2);
@@ -220,8 +252,8 @@ impl Machine<'_> {
     }
 }
 
-/// Rows `first..first + n` of a matrix, of which k is innermost: sixteen columns.
-fn matrix(block: &Block, descriptor: u64, first: u64, n: u64) -> Result<Vec<[f64; 16]>, String> {
+/// Rows `first..first + n` of a matrix, of which k is innermost, or n where it `is_transposed`: sixteen columns.
+fn matrix(block: &Block, descriptor: u64, first: u64, n: u64, is_transposed: bool) -> Result<Vec<[f64; 16]>, String> {
     let field = |bit: u32| ((descriptor >> bit) & 0x3fff) << 4;
     let (start, leading, stride) = (field(0), field(16), field(32));
     // Bytes of the row that a swizzle is about: 16-byte units are exchanged by the number of the 128-byte line.
@@ -235,9 +267,19 @@ fn matrix(block: &Block, descriptor: u64, first: u64, n: u64) -> Result<Vec<[f64
     if (descriptor >> 49) & 7 != 0 || units > 0 && start % pattern >= row_bytes {
         return Err(format!("the matrix {descriptor:#x} does not begin where its swizzle does"));
     }
+    if is_transposed && row_bytes != 128 {
+        return Err(format!(
+            "the transposed matrix {descriptor:#x} is not understood but with the swizzle of 128 bytes"
+        ));
+    }
     let element = |row: u64, k: u64| -> Result<f64, String> {
-        let at = start + row / 8 * stride + row % 8 * row_bytes;
-        let at = if units == 0 { at + k / 8 * leading + k % 8 * 2 } else { at + 2 * k };
+        let at = if is_transposed {
+            // By 64 numbers of n, of eight k's each.
+            start + row / 64 * leading + row % 64 * 2 + k / 8 * stride + k % 8 * row_bytes
+        } else {
+            let at = start + row / 8 * stride + row % 8 * row_bytes;
+            if units == 0 { at + k / 8 * leading + k % 8 * 2 } else { at + 2 * k }
+        };
         let at = at ^ ((at >> 7 & units) << 4);
         let at = block.place(at, 2)?;
         Ok(f64::from(bf16::from_le_bytes([block.shared[at], block.shared[at + 1]]).to_f32()))

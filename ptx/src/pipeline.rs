@@ -212,7 +212,10 @@ impl Operands {
                 all.rows(a, d);
                 all.reads.extend(b.iter().chain(c));
             }
-            Op::GroupProduct { d, a, b } => all.rows(&[*a, *b], d),
+            Op::GroupProduct { d, a, b, .. } => {
+                all.rows(a, d);
+                all.reads.push(*b);
+            }
             Op::BarrierInit { at, count } => all.reads.extend([at.base, *count]),
             Op::BarrierArrive { at, expect } => {
                 all.reads.push(at.base);

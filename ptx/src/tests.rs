@@ -199,6 +199,42 @@ fn sums_of_a_warpgroup_are_there_when_waited_for() {
     assert!(what(run("", &body, 128, 0, &mut [0; 128]).expect_err("refused")).contains("no wgmma.fence"));
 }
 
+/// Of a transposed matrix n is innermost, and the other one stands in registers, which nobody may write before it is waited for.
+#[test]
+fn a_warpgroup_multiplies_registers_with_a_transposed_matrix() {
+    let sums: Vec<String> = (100..132).map(|at| format!("%r{at}")).collect();
+    let sums = sums.join(", ");
+    let zero: String = (100..132).map(|at| format!("mov.b32 %r{at}, 0;\n")).collect();
+    // Row k of the matrix, 128 bytes, is 2^(k / 8) everywhere, so that its swizzle moves equals; a is all ones but for rows g + 8 of columns 8 and on.
+    let fill = "mov.u32 %r2, words;\nshl.b32 %r3, %r1, 4;\nadd.s32 %r4, %r2, %r3;\nmov.b32 %r5, 0x3F803F80;\n\
+        setp.lt.u32 %p1, %r1, 64;\nselp.b32 %r6, %r5, 0x40004000, %p1;\n\
+        st.shared.v4.u32 [%r4], {%r6, %r6, %r6, %r6};\nfence.proxy.async.shared::cta;\nbar.sync 0, 128;\n\
+        cvt.u64.u32 %rd4, %r2;\nshr.u64 %rd5, %rd4, 4;\nmov.b64 %rd6, 0x4000004000000000;\nor.b64 %rd7, %rd5, %rd6;\nmov.b32 %r7, 0;\n";
+    let multiply = format!(
+        "wgmma.fence.sync.aligned;\n\
+         wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {{{sums}}}, {{%r5, %r5, %r5, %r7}}, %rd7, 1, 1, 1, 1;\n\
+         wgmma.commit_group.sync.aligned;\n"
+    );
+    let wait = "wgmma.wait_group.sync.aligned 0;\n";
+    for (store, expected) in [("st.global.b32 [%rd3], %r128;", 24.0_f32), ("st.global.b32 [%rd3], %r131;", 8.0)] {
+        for seed in 0..10 {
+            let mut words = [0; 128];
+            run("", &format!("{fill}{zero}{multiply}{wait}{store}"), 128, seed, &mut words).expect("it ends");
+            assert_eq!(words, [expected.to_bits(); 128], "seed {seed}, {store}");
+        }
+    }
+    let mut seen = std::collections::HashSet::new();
+    for seed in 0..20 {
+        let mut words = [0; 128];
+        let body = format!("{fill}{zero}{multiply}mov.b32 %r5, 0;\n{wait}st.global.b32 [%rd3], %r128;");
+        run("", &body, 128, seed, &mut words).expect("it ends");
+        seen.extend(words);
+    }
+    assert!(seen.len() > 1, "registers that are written too early are those of the product now and then");
+    let other = format!("{fill}{zero}{}{wait}", multiply.replace("%rd7, 1, 1, 1, 1;", "%rd7, 1, 1, 1, 2;"));
+    assert!(what(run("", &other, 128, 0, &mut [0; 128]).expect_err("refused")).contains("not understood"));
+}
+
 /// A launch of `body` between two barriers of `threads` threads, behind the mark 7. Its first line is [`FIRST`].
 fn between(body: &str, threads: u32) -> Report {
     assembled_between(None, body, threads)

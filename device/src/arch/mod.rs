@@ -582,6 +582,23 @@ pub(crate) mod warpgroup {
         }
     }
 
+    /// A matrix of which a product takes rows where it takes columns of another: the transposed one, "MN-major". More than 64 of its columns lie in matrices one after the other.
+    #[derive(Clone, Copy, Debug)]
+    pub(crate) struct Transposed(u64);
+
+    impl Transposed {
+        /// The one that starts at tile byte `at`, if its next 64 columns start `apart` bytes later.
+        pub(crate) fn at(at: u32, apart: u32) -> Transposed {
+            // Units from 64 columns to the next stand where that of other matrices does not count.
+            Transposed(Matrix::at(at).0 & !(0x3fff << 16) | u64::from(apart / 16) << 16)
+        }
+
+        /// The same from row `16 * step` on.
+        pub(crate) fn step(self, step: u32) -> Transposed {
+            Transposed(self.0 + u64::from(16 * ROW / 16 * step))
+        }
+    }
+
     /// Sums of products, `N` a thread and 64 x `2 N` a warpgroup, nobody's but the tensor cores' until they are taken. `N` is 8, 16, 32
     /// or 64.
     #[derive(Debug)]
@@ -606,6 +623,19 @@ pub(crate) mod warpgroup {
             unsafe { backend::wgmma(&mut self.0, a.0, b.0) }
         }
 
+        /// Adds, in time, a . b over sixteen columns of `a`, 64 rows in registers, and as many rows of `b`, `2 N` columns. As in
+        /// [`take`](Sums::take), of the sixteen a thread has two of four rows and eights of columns: of row g from column 2t on, of row g + 8,
+        /// and the same from column 8 + 2t on. `N` is 32 or 64.
+        ///
+        /// # Safety
+        /// As [`add`](Sums::add).
+        #[track_caller]
+        pub(crate) unsafe fn add_transposed(&mut self, a: [u32; 4], b: Transposed) {
+            const { assert!(N == 32 || N == 64) };
+            // SAFETY: the caller's promise.
+            unsafe { backend::wgmma_transposed(&mut self.0, a, b.0) }
+        }
+
         /// The sums, once all products are done. With `w` the warp in its group, `g = lane / 4` and `t = lane % 4`, number
         /// `i` stands at row `16w + g + 8 (i / 2 % 2)`, column `8 (i / 4) + 2t + i % 2`.
         ///
@@ -616,6 +646,12 @@ pub(crate) mod warpgroup {
             // SAFETY: the caller's promise.
             unsafe { backend::wgmma_wait::<0>() }
             backend::wgmma_taken(self.0)
+        }
+
+        /// Sums that are `sums` before anything is added.
+        pub(crate) fn of(sums: [f32; N]) -> Sums<N> {
+            const { assert!(N == 8 || N == 16 || N == 32 || N == 64) };
+            Sums(sums)
         }
     }
 

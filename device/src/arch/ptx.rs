@@ -282,25 +282,25 @@ pub(super) fn copy_wait<const LEFT: u32>() {
 
 /// An instruction on a thread's sums, operands 0 to 7, 15, 31 or 63, which stand between `$before` and `$after`.
 macro_rules! with_sums {
-    (8 $sums:ident, $before:literal, $after:literal $(, $operand:ident = $value:expr)*) => {
-        with_sums!(@ $sums, $before, $after, [$($operand = $value),*]; 1 2 3 4 5 6 7)
+    (8 $sums:ident, $before:literal, $after:literal $(, $operand:ident = $class:ident $value:expr)*) => {
+        with_sums!(@ $sums, $before, $after, [$($operand = $class $value),*]; 1 2 3 4 5 6 7)
     };
-    (16 $sums:ident, $before:literal, $after:literal $(, $operand:ident = $value:expr)*) => {
-        with_sums!(@ $sums, $before, $after, [$($operand = $value),*]; 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15)
+    (16 $sums:ident, $before:literal, $after:literal $(, $operand:ident = $class:ident $value:expr)*) => {
+        with_sums!(@ $sums, $before, $after, [$($operand = $class $value),*]; 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15)
     };
-    (32 $sums:ident, $before:literal, $after:literal $(, $operand:ident = $value:expr)*) => {
-        with_sums!(@ $sums, $before, $after, [$($operand = $value),*]; 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22
+    (32 $sums:ident, $before:literal, $after:literal $(, $operand:ident = $class:ident $value:expr)*) => {
+        with_sums!(@ $sums, $before, $after, [$($operand = $class $value),*]; 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22
             23 24 25 26 27 28 29 30 31)
     };
-    (64 $sums:ident, $before:literal, $after:literal $(, $operand:ident = $value:expr)*) => {
-        with_sums!(@ $sums, $before, $after, [$($operand = $value),*]; 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22
+    (64 $sums:ident, $before:literal, $after:literal $(, $operand:ident = $class:ident $value:expr)*) => {
+        with_sums!(@ $sums, $before, $after, [$($operand = $class $value),*]; 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22
             23 24 25 26 27 28 29 30 31 32 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59
             60 61 62 63)
     };
-    (@ $sums:ident, $before:literal, $after:literal, [$($operand:ident = $value:expr),*]; $($at:literal)*) => {
+    (@ $sums:ident, $before:literal, $after:literal, [$($operand:ident = $class:ident $value:expr),*]; $($at:literal)*) => {
         asm!(
             concat!($before, "{{{0}" $(, ", {", $at, "}")*, "}}", $after),
-            inout(reg32) $sums[0], $(inout(reg32) $sums[$at],)* $($operand = in(reg64) $value,)*
+            inout(reg32) $sums[0], $(inout(reg32) $sums[$at],)* $($operand = in($class) $value,)*
             options(nostack)
         )
     };
@@ -322,22 +322,41 @@ pub(super) unsafe fn wgmma<const N: usize>(sums: &mut [f32; N], a: u64, b: u64) 
         if N == 8 {
             let sums: &mut [f32; 8] = of_length(sums);
             with_sums!(
-                8 sums, "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 ", ", {a}, {b}, 1, 1, 1, 0, 0;", a = a, b = b
+                8 sums, "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 ", ", {a}, {b}, 1, 1, 1, 0, 0;", a = reg64 a, b = reg64 b
             );
         } else if N == 16 {
             let sums: &mut [f32; 16] = of_length(sums);
             with_sums!(
-                16 sums, "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 ", ", {a}, {b}, 1, 1, 1, 0, 0;", a = a, b = b
+                16 sums, "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 ", ", {a}, {b}, 1, 1, 1, 0, 0;", a = reg64 a, b = reg64 b
             );
         } else if N == 32 {
             let sums: &mut [f32; 32] = of_length(sums);
             with_sums!(
-                32 sums, "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 ", ", {a}, {b}, 1, 1, 1, 0, 0;", a = a, b = b
+                32 sums, "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 ", ", {a}, {b}, 1, 1, 1, 0, 0;", a = reg64 a, b = reg64 b
             );
         } else {
             let sums: &mut [f32; 64] = of_length(sums);
             with_sums!(
-                64 sums, "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 ", ", {a}, {b}, 1, 1, 1, 0, 0;", a = a, b = b
+                64 sums, "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 ", ", {a}, {b}, 1, 1, 1, 0, 0;", a = reg64 a, b = reg64 b
+            );
+        }
+    }
+}
+
+pub(super) unsafe fn wgmma_transposed<const N: usize>(sums: &mut [f32; N], a: [u32; 4], b: u64) {
+    // SAFETY: as above.
+    unsafe {
+        if N == 32 {
+            let sums: &mut [f32; 32] = of_length(sums);
+            with_sums!(
+                32 sums, "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 ", ", {{{a}, {b}, {c}, {d}}}, {of}, 1, 1, 1, 1;",
+                a = reg32 a[0], b = reg32 a[1], c = reg32 a[2], d = reg32 a[3], of = reg64 b
+            );
+        } else {
+            let sums: &mut [f32; 64] = of_length(sums);
+            with_sums!(
+                64 sums, "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 ", ", {{{a}, {b}, {c}, {d}}}, {of}, 1, 1, 1, 1;",
+                a = reg32 a[0], b = reg32 a[1], c = reg32 a[2], d = reg32 a[3], of = reg64 b
             );
         }
     }

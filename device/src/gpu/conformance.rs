@@ -1218,19 +1218,30 @@ fn elementwise_select_pool(random: &mut Random, round: usize) {
 }
 
 fn rope(random: &mut Random, round: usize) {
+    // Every second time heads that lanes take by eights; of those now and then more rows than are done together.
+    let by_eights = round % 2 == 1;
     let (rows, heads, group) = (random.one_to(3), random.one_to(3), random.one_to(3));
-    let d = 2 * random.one_to([50, 140][round % 2]);
-    let context = 16;
-    let mut case = Case::new::<Rope>(rope::Params { eps: 1e-6, turned_pairs: random.turned_pairs(d), factor: 1.25 });
-    let dtype = random.dtype();
-    case.floats(random, dtype, &[rows, heads, group, d]);
-    case.floats(random, dtype, &[rows, heads, d]);
-    case.floats(random, dtype, &[rows, heads, d]);
+    let rows = if round % 8 == 1 { 37 + rows } else { rows };
+    let d = if by_eights {
+        16 * random.one_to([9, 20][round / 8 % 2])
+    } else {
+        2 * random.one_to([50, 140][round / 2 % 2])
+    };
+    let turned_pairs = if by_eights && d <= 128 { random.turned_pairs(d) / 4 * 4 } else { random.turned_pairs(d) };
+    let context = 56;
+    let mut case = Case::new::<Rope>(rope::Params { eps: 1e-6, turned_pairs, factor: 1.25 });
+    let (dtype, cached) = if by_eights { (DType::F32, DType::Bf16) } else { (random.dtype(), random.dtype()) };
+    case.push_placed(random, dtype, &[rows, heads, group, d], Random::float, by_eights);
+    case.push_placed(random, dtype, &[rows, heads, d], Random::float, by_eights);
+    case.push_placed(random, dtype, &[rows, heads, d], Random::float, by_eights);
     case.maybe(random, &[d]);
     case.maybe(random, &[d]);
     case.push(random, DType::F32, &[d / 2], |random| random.float().abs());
-    case.floats(random, dtype, &[heads, context, d]);
-    case.floats(random, dtype, &[heads, context, d]);
+    case.push_placed(random, cached, &[heads, context, d], Random::float, by_eights);
+    case.push_placed(random, cached, &[heads, context, d], Random::float, by_eights);
+    if by_eights {
+        case.threads = [&[224], &[160], &[32]][random.below(3) as usize];
+    }
     case.row_first = random.below(3);
     case.step.first_pos = random.below(8);
     case.step.rows = case.row_first + random.one_to(rows);

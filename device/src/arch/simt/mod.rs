@@ -276,10 +276,57 @@ fn multiply_group<const N: usize>(sums: &mut [f32; N], a: u64, b: u64) {
 #[track_caller]
 pub(super) unsafe fn wgmma<const N: usize>(sums: &mut [f32; N], a: u64, b: u64) {
     let at = Location::caller();
-    if !demand(with(|world| world.product([a, b], 2 * N as u32, at))) {
+    let places = |first: u32| {
+        let halves = |matrix, row| [0, 1].map(|half| place(matrix, row, 8 * half));
+        let rows = (first..first + 16).map(|row| (a, row)).chain((0..2 * N as u32).map(|row| (b, row)));
+        rows.flat_map(|(matrix, row)| halves(matrix, row)).collect()
+    };
+    if !demand(with(|world| world.product([a, b], places, at))) {
         suspend();
     }
     multiply_group(sums, a, b);
+}
+
+/// The tile byte at which columns `column`, a multiple of eight, and on of row `k` of a transposed matrix stand: PTX ISA, "matrix descriptor",
+/// for MN-major matrices of the 128-byte swizzle.
+fn place_transposed(matrix: u64, k: u32, column: u32) -> Option<u32> {
+    let apart = 16 * ((matrix >> 16) as u32 & 0x3fff);
+    Some(place(matrix, k, column % 64)? + column / 64 * apart)
+}
+
+/// Likewise of `a`, the warp's rows in registers, and a transposed matrix.
+#[track_caller]
+pub(super) unsafe fn wgmma_transposed<const N: usize>(sums: &mut [f32; N], a: [u32; 4], b: u64) {
+    let at = Location::caller();
+    let chunks = 2 * N as u32 / 8;
+    let places = |_| (0..16 * chunks).map(|i| place_transposed(b, i / chunks, i % chunks * 8)).collect();
+    if !demand(with(|world| world.product([0, b], places, at))) {
+        suspend();
+    }
+    // Whose row it is has its other columns in neighbouring lanes.
+    let t = thread_idx() % 4;
+    let mut of_a = [[0.0; 16]; 2];
+    for (n, word) in a.into_iter().enumerate() {
+        for other in 0..4 {
+            // SAFETY: every lane of the warp is here (caller).
+            let bits = unsafe { shuffle(word, thread_idx() % 32 - t + other) };
+            let column = 2 * other as usize + 8 * (n / 2);
+            of_a[n % 2][column] = f32::from_bits(bits << 16);
+            of_a[n % 2][column + 1] = f32::from_bits(bits & 0xffff_0000);
+        }
+    }
+    for group in 0..chunks {
+        let rows: [u128; 16] = core::array::from_fn(|k| {
+            with(|world| world.sixteen(place_transposed(b, k as u32, 8 * group).expect("judged")))
+        });
+        for i in 0..4 {
+            let column = 2 * t + i % 2;
+            let sum = &mut sums[(4 * group + i) as usize];
+            *sum = of_a[i as usize / 2].iter().zip(&rows).fold(*sum, |sum, (a, row)| {
+                a.mul_add(f32::from_bits(u32::from((row >> (16 * column)) as u16) << 16), sum)
+            });
+        }
+    }
 }
 
 #[track_caller]

@@ -1118,6 +1118,53 @@ fn a_warpgroups_sums() {
     launched.unwrap_or_else(|error| panic!("{error}"));
 }
 
+/// Each element where its descriptor says, 64 x 32 in registers by 32 x 128, which lie as they are read for other products.
+#[test]
+fn a_warpgroups_sums_with_a_transposed_matrix() {
+    let bf16 = |x: f32| half::bf16::from_f32(x).to_bits();
+    let a = |row: u32, k: u32| (row % 16) as f32 + (k % 3) as f32;
+    let b = |k: u32, column: u32| (column % 11) as f32 - (k % 5) as f32;
+    let chunk = |k: u32, at: u32| (0..8).rev().fold(0u128, |bits, i| bits << 16 | u128::from(bf16(b(k, 8 * at + i))));
+    let mut matrices: Vec<u128> = (0..32 * 16).map(|at| chunk(at / 16, at % 16)).collect();
+    let source = matrices.as_mut_ptr();
+    // SAFETY: the memory outlives the launch, which only reads it.
+    let allocation = unsafe { Allocation::new("matrix", source.cast(), 16 * matrices.len(), Access::Constant) };
+    let launched = launch(&GROUP, vec![allocation], || {
+        let me = thread::thread_idx();
+        let (warp, g, t) = (me / 32, me % 32 / 4, me % 4);
+        // SAFETY: see above.
+        unsafe {
+            // The second 64 columns begin 8192 bytes after the first.
+            for unit in (me..32 * 16).step_by(128) {
+                let (k, at) = (unit / 16, unit % 16);
+                let to = at / 8 * 8192 + warpgroup::place(k, at % 8);
+                copy::sixteen(to, source.wrapping_add(unit as usize).cast(), true);
+            }
+            copy::commit();
+            copy::wait::<0>();
+            copy::fence_tiles();
+            thread::sync();
+            let matrix = warpgroup::Transposed::at(0, 8192);
+            let mut sums = warpgroup::Sums::<64>::of([1.0; 64]);
+            warpgroup::begin();
+            for step in 0..2 {
+                let of_a = [0, 1, 2, 3].map(|n| {
+                    let (row, k) = (16 * warp + g + 8 * (n % 2), 16 * step + 2 * t + 8 * (n / 2));
+                    u32::from(bf16(a(row, k))) | u32::from(bf16(a(row, k + 1))) << 16
+                });
+                sums.add_transposed(of_a, matrix.step(step));
+            }
+            warpgroup::commit();
+            for (i, sum) in (0..).zip(sums.take()) {
+                let (row, column) = (16 * warp + g + 8 * (i / 2 % 2), 8 * (i / 4) + 2 * t + i % 2);
+                let expected: f32 = 1.0 + (0..32).map(|k| a(row, k) * b(k, column)).sum::<f32>();
+                assert_eq!(sum, expected, "row {row}, column {column}");
+            }
+        }
+    });
+    launched.unwrap_or_else(|error| panic!("{error}"));
+}
+
 /// Said with the numbers, before any thread is made.
 #[cfg(target_os = "linux")]
 #[test]

@@ -949,11 +949,12 @@ impl World {
         Ok(true)
     }
 
-    /// The current lane comes, with its warp, to a product of the matrices `a` and `b`, of which it takes `rows_b` rows; says whether it was the last.
+    /// The current lane comes, with its warp, to a product of the matrices `a`, 0 where that is in registers, and `b`; says whether it was the last. What a warp whose rows
+    /// of a are those from a number on takes of them is at `places`.
     pub(super) fn product(
         &mut self,
         [a, b]: [u64; 2],
-        rows_b: u32,
+        places: impl FnOnce(u32) -> Vec<Option<u32>>,
         at: &'static Location<'static>,
     ) -> Result<bool, Box<SimtError>> {
         let (current, block, thread) = (self.current as usize, self.block_idx() as usize, self.ordinal());
@@ -988,11 +989,7 @@ impl World {
         }
         self.warps[warp].n_products += 1;
         self.report.products += 1;
-        let first = in_block as u32 % 4 * 16;
-        let places = (first..first + 16).map(|row| (a, row)).chain((0..rows_b).map(|row| (b, row)));
-        let places: Vec<Option<u32>> =
-            places.flat_map(|(matrix, row)| [0, 1].map(|half| super::place(matrix, row, 8 * half))).collect();
-        for place in places {
+        for place in places(in_block as u32 % 4 * 16) {
             let Some(place) = place else {
                 let what = "a product of a matrix that is not one, or starts before the tiles".to_owned();
                 return Err(self.error(Wrong::OutOfBounds, what, Some(at)));

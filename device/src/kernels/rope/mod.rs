@@ -11,6 +11,9 @@
 use super::*;
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::io;
+
+mod eights;
+
 use crate::{
     arch::{WARP, memory, scalar::fma, warp},
     gpu::math::{reciprocal, rsqrt, sin_cos},
@@ -144,12 +147,9 @@ pub(super) struct Asked {
 /// What is known of a lane's next two pairs without the head: sines and cosines, and what the elements are multiplied by.
 #[derive(Clone, Copy)]
 pub(super) struct Ahead {
-    turns: Turns,
-    factors: Factors,
+    turns: [(f32, f32); 2],
+    factors: [f32; 4],
 }
-
-type Turns = [(f32, f32); 2];
-type Factors = [f32; 4];
 
 /// Pairs that a warp has at a time.
 const AT_ONCE: u32 = 2 * WARP;
@@ -185,7 +185,14 @@ impl Turn {
 
     /// That, of which it has been asked for.
     pub(super) fn told(&self, first: u32, asked: Asked) -> Ahead {
-        Ahead { turns: self.turns(first, asked), factors: self.factors(asked) }
+        let (pairs, of) = (self.pairs(first), asked.frequencies);
+        let turn = |i: u32, frequency: f32| {
+            let (sin, cos) = sin_cos(self.pos as f32 * frequency);
+            let factor = if i < self.turned { self.factor } else { 1.0 };
+            (sin * factor, cos * factor)
+        };
+        let factors = if self.norm.is_present() { self.norm.row([]).floats(asked.weights) } else { [1.0; 4] };
+        Ahead { turns: [turn(pairs[0], of[0]), turn(pairs[1], of[1])], factors }
     }
 
     /// Both at once.
@@ -195,22 +202,6 @@ impl Turn {
     unsafe fn ahead(&self, first: u32) -> Ahead {
         // SAFETY: the caller's promise.
         self.told(first, unsafe { self.ask(first) })
-    }
-
-    /// The pairs' sines and cosines, with what multiplies them.
-    pub(super) fn turns(&self, first: u32, asked: Asked) -> Turns {
-        let (pairs, of) = (self.pairs(first), asked.frequencies);
-        let turn = |i: u32, frequency: f32| {
-            let (sin, cos) = sin_cos(self.pos as f32 * frequency);
-            let factor = if i < self.turned { self.factor } else { 1.0 };
-            (sin * factor, cos * factor)
-        };
-        [turn(pairs[0], of[0]), turn(pairs[1], of[1])]
-    }
-
-    /// What their elements are multiplied by.
-    fn factors(&self, asked: Asked) -> Factors {
-        if self.norm.is_present() { self.norm.row([]).floats(asked.weights) } else { [1.0; 4] }
     }
 
     /// A warp's [`turned`]: gives `put` what becomes elements i and i + half, and i + 1 and i + 1 + half, of the head of which `from`
@@ -290,6 +281,63 @@ pub(super) unsafe fn append_value(call: &gpu::Call<'_>, r: u32, h: u32, pos: u32
     }
 }
 
+/// [`Rope`]'s body for any heads, one after the other: a warp to each row's key/value head, and the query heads that go with it.
+///
+/// # Safety
+/// Every thread of the block makes this same call; the operands are [`Rope`]'s, the cache has the rows' positions, and nobody else touches
+/// these.
+unsafe fn turn_all(p: &Params, call: &gpu::Call<'_>, block: &Block) {
+    // SAFETY: the caller's promises. A warp owns a head: all its lanes have read it (the sum's shuffles say so) before
+    // one of them writes, and a pair is read and written by one lane.
+    unsafe {
+        // Found here, not kept over all the other kernels of a worker.
+        let block = &Block { thread: memory::opaque_word(block.thread), ..*block };
+        let mut item = block.warp();
+        loop {
+            let q = call.tensor(slot::Q);
+            let (heads, group, d) = (q.extent(1), q.extent(2), q.extent(3));
+            if item >= call.rows(&q) * heads {
+                return;
+            }
+            let (r, h, half) = (item / heads, item % heads, d / 2);
+            let pos = call.first_pos() + call.row_first() + r;
+            let mut g = 0;
+            while g <= group {
+                let is_key = g == group;
+                let from = if is_key { call.tensor(slot::K).row([r, h]) } else { q.row([r, h, g]) };
+                let to = if is_key { call.tensor(slot::K_CACHE).row([h, pos]) } else { from };
+                let turn = Turn {
+                    norm: call.tensor(if is_key { slot::K_NORM } else { slot::Q_NORM }),
+                    frequencies: call.tensor(slot::FREQUENCIES),
+                    eps: p.eps,
+                    pos,
+                    turned: p.turned_pairs,
+                    factor: p.factor,
+                    half,
+                    lane: block.lane(),
+                };
+                let x = from.gather(turn.elements(0));
+                turn.head(
+                    x,
+                    |at| from.gather(at),
+                    turn.ahead(0),
+                    |i, one, other| {
+                        to.set(i, one[0]);
+                        to.set(i + half, one[1]);
+                        if i + 1 < half {
+                            to.set(i + 1, other[0]);
+                            to.set(i + 1 + half, other[1]);
+                        }
+                    },
+                );
+                g += 1;
+            }
+            append_value(call, r, h, pos, d, block.lane());
+            item += block.warps();
+        }
+    }
+}
+
 slots! {
     Q: update "q",
     K: read "k",
@@ -345,75 +393,12 @@ impl MacroKernel for Rope {
 
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and `check` has matched their extents; a position is below the context, as
-        // the token loop's steps are. A warp owns a head: all its lanes have read it (the sum's shuffles say so) before
-        // one of them writes, and a pair is read and written by one lane.
+        // the token loop's steps are.
         unsafe {
-            // Found here, not kept over all the other kernels of a worker.
-            let block = &Block { thread: memory::opaque_word(block.thread), ..*block };
-            // Per row and key/value head: its query heads, then the key and the value.
-            let mut item = block.warp();
-            loop {
-                let q = call.tensor(slot::Q);
-                let (heads, group, d) = (q.extent(1), q.extent(2), q.extent(3));
-                if item >= call.rows(&q) * heads {
-                    break;
-                }
-                let (r, h, half) = (item / heads, item % heads, d / 2);
-                let pos = call.first_pos() + call.row_first() + r;
-                let turn = |norm: usize| {
-                    let (norm, frequencies) = (call.tensor(norm), call.tensor(slot::FREQUENCIES));
-                    Turn {
-                        norm,
-                        frequencies,
-                        eps: p.eps,
-                        pos,
-                        turned: p.turned_pairs,
-                        factor: p.factor,
-                        half,
-                        lane: block.lane(),
-                    }
-                };
-                let head = |g: u32| if g == group { call.tensor(slot::K).row([r, h]) } else { q.row([r, h, g]) };
-                // All that is turned by the same angles, and the next one asked for before this one is turned.
-                let mut x = head(0).gather(turn(slot::Q_NORM).elements(0));
-                let (of_queries, of_key) = (turn(slot::Q_NORM), turn(slot::K_NORM));
-                let (asked, asked_of_key) = (of_queries.ask(0), of_key.ask(0));
-                let turns = of_queries.turns(0, asked);
-                let (of_queries, of_key) = (of_queries.factors(asked), of_key.factors(asked_of_key));
-                let mut g = 0;
-                loop {
-                    let (is_key, from, of) = (g == group, head(g), x);
-                    if !is_key {
-                        x = head(g + 1).gather(turn(slot::Q_NORM).elements(0));
-                    }
-                    let to = if is_key { call.tensor(slot::K_CACHE).row([h, pos]) } else { from };
-                    let ahead = Ahead { turns, factors: if is_key { of_key } else { of_queries } };
-                    turn(if is_key { slot::K_NORM } else { slot::Q_NORM }).head(
-                        of,
-                        |at| from.gather(at),
-                        ahead,
-                        |i, one, other| {
-                            if half.is_multiple_of(2) & to.is_aligned(8) {
-                                to.set_two(i, [one[0], other[0]]);
-                                to.set_two(i + half, [one[1], other[1]]);
-                                return;
-                            }
-                            cold_path();
-                            to.set(i, one[0]);
-                            to.set(i + half, one[1]);
-                            if i + 1 < half {
-                                to.set(i + 1, other[0]);
-                                to.set(i + 1 + half, other[1]);
-                            }
-                        },
-                    );
-                    if is_key {
-                        break;
-                    }
-                    g += 1;
-                }
-                append_value(call, r, h, pos, d, block.lane());
-                item += block.warps();
+            if eights::is_for(p, call, block) {
+                eights::turn_all(p, call, block);
+            } else {
+                turn_all(p, call, block);
             }
         }
         Ok(())
