@@ -17,7 +17,8 @@
 //! is a lower bound rather than a forecast.
 //!
 //! Of [machine code](Assembled) its own instructions issue, in their order, each after the cycles that the assembler has put behind the one before; loads,
-//! shuffles and special functions are waited for as above. Tensor cores then take as long for a product as one warp's products do. That knows ptxas's
+//! shuffles and special functions are waited for as above. Tensor cores then take as long for a product as one warp's products do; those of a warpgroup
+//! are made one after the other, and waited for where the code says so. That knows ptxas's
 //! registers, moves and order; still not copies' way into shared memory, and what takes and releases tiles (`docs/cycles.md`).
 
 use super::assembled::{Assembled, LINE, Placed, place};
@@ -52,6 +53,8 @@ const SHUFFLE: u32 = 24;
 const PRODUCT: Cost = cost(2, 33);
 /// For how long a scheduler's tensor core has such a product, of machine code: measurements of the H100 have 62 % of its rate for a warp's products.
 const KEEPS: u64 = 7;
+/// Of a product of 64 x n by sixteen columns so many n's a cycle, at 4096 flops a cycle and SM.
+const GROUP_COLUMNS: u64 = 2;
 const TRY_WAIT: u32 = 30;
 const PARAM: Cost = cost(1, 8);
 /// From the branch to what follows it.
@@ -273,6 +276,9 @@ struct Clock {
     issues_since: u64,
     accesses_since: u64,
     products_since: u64,
+    /// When the tensor cores have made what it has asked for as part of a warpgroup, and each group of it that is under way.
+    multiplied: u64,
+    groups: VecDeque<u64>,
     /// Instructions since the last branch, with their accesses to shared memory, where machine code has another order.
     pending: Vec<(Pc, u64)>,
     /// What it has spent since on which instructions, and what before it looked first.
@@ -358,11 +364,33 @@ pub(super) struct Pipeline {
     /// Of machine code: how long each one's result takes, if that is for its readers to wait for; and how long it keeps the tensor cores.
     latencies: Vec<Option<u64>>,
     products: Vec<u64>,
+    of_groups: Vec<OfGroup>,
     warps: Vec<Clock>,
     /// How many lines of code there are.
     pub(super) n_lines: usize,
     /// What each block has of them.
     code: Vec<CodeLines>,
+}
+
+/// What an instruction is among a warpgroup's products.
+#[derive(Clone, Copy, Debug)]
+enum OfGroup {
+    Nothing,
+    /// It keeps the tensor cores for so many cycles.
+    Product(u64),
+    Commit,
+    Wait(u32),
+}
+
+impl OfGroup {
+    fn of(op: &Op) -> OfGroup {
+        match op {
+            Op::GroupProduct { d, .. } => OfGroup::Product(2 * d.len() as u64 / GROUP_COLUMNS),
+            Op::GroupCommit => OfGroup::Commit,
+            Op::GroupWait(left) => OfGroup::Wait(*left),
+            _ => OfGroup::Nothing,
+        }
+    }
 }
 
 /// Warp schedulers of an SM.
@@ -459,6 +487,8 @@ impl Pipeline {
             issues_since: 0,
             accesses_since: 0,
             products_since: 0,
+            multiplied: 0,
+            groups: VecDeque::new(),
             pending: Vec::new(),
             spent: Vec::new(),
             spent_ahead: Vec::new(),
@@ -487,6 +517,7 @@ impl Pipeline {
             is_assembled: assembled.is_some(),
             latencies: code.iter().map(latency).collect(),
             products: code.iter().map(|one| u64::from(matches!(one.op, Op::Product { .. })) * KEEPS).collect(),
+            of_groups: code.iter().map(|one| OfGroup::of(&one.op)).collect(),
             n_lines,
             operands: code.iter().map(Operands::of).collect(),
             warps: (0..blocks * warps).map(|_| clock()).collect(),
@@ -643,6 +674,20 @@ impl Pipeline {
             clock.make(operands, made);
             if one.cycles > 0 {
                 clock.spent.push(Spent { at: pc, by: pc, cycles: one.cycles });
+            }
+            match self.of_groups[pc as usize] {
+                OfGroup::Nothing => {}
+                OfGroup::Product(cycles) => clock.multiplied = clock.multiplied.max(now) + cycles,
+                OfGroup::Commit => clock.groups.push_back(clock.multiplied),
+                OfGroup::Wait(left) => {
+                    while clock.groups.len() > left as usize {
+                        let made = clock.groups.pop_front().unwrap_or(0);
+                        if made > now {
+                            clock.spent.push(Spent { at: pc, by: pc, cycles: made - now });
+                            now = made;
+                        }
+                    }
+                }
             }
             clock.issues_since += u64::from(one.issues);
             clock.accesses_since += accesses;

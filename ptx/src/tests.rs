@@ -340,6 +340,24 @@ fn machine_code_goes_in_its_order_and_waits_as_it_says() {
 }
 
 #[test]
+fn a_warpgroups_products_are_waited_for_where_the_code_says_so() {
+    let sums: Vec<String> = (100..132).map(|at| format!("%r{at}")).collect();
+    let product = format!(
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {{{}}}, %rd7, %rd7, 1, 1, 1, 0, 0;\n",
+        sums.join(", ")
+    );
+    let (fence, commit) = ("wgmma.fence.sync.aligned;\n", "wgmma.commit_group.sync.aligned;\n");
+    let matrix = "cvt.u64.u32 %rd4, %r190;\nshr.u64 %rd5, %rd4, 4;\nmov.b64 %rd6, 0x0000001000080000;\nor.b64 %rd7, %rd5, %rd6;\n";
+    let body = |wait: &str| format!("{matrix}{fence}{product}{product}{commit}{wait}");
+    // Lines 5 to 8 are the products, the commit and the wait.
+    let code = [(5, 1), (6, 1), (7, 1), (8, 1)];
+    let all = assembled_cycles(&body("wgmma.wait_group.sync.aligned 0;"), &code, 128);
+    assert_eq!(all, 2 * 32 + 1, "from the first one's issue to the wait's");
+    let none = assembled_cycles(&body("wgmma.wait_group.sync.aligned 1;"), &code, 128);
+    assert_eq!(none, 4, "of one group one may be left");
+}
+
+#[test]
 fn of_what_a_block_comes_to_again_the_last_time_counts() {
     let mark = |mark: u32| format!("mov.b32 %r199, {mark};\nst.volatile.global.b32 [%rd1], %r199;\nbar.sync 0, 32;\n");
     let chain = "add.s32 %r2, %r1, 1;\n".to_owned() + &"add.s32 %r2, %r2, 1;\n".repeat(9) + "bar.sync 0, 32;\n";

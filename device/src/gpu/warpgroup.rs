@@ -52,7 +52,7 @@ const W: u32 = ROWS * warpgroup::ROW;
 const SECOND: u32 = warpgroup::M * warpgroup::ROW;
 
 /// Warps that multiply.
-const MULTIPLYING: u32 = warpgroup::THREADS / WARP;
+pub(crate) const MULTIPLYING: u32 = warpgroup::THREADS / WARP;
 
 /// Rows of x, and of the weights, that a part has at most.
 pub(crate) const ROWS: u32 = 2 * warpgroup::M;
@@ -450,13 +450,96 @@ fn stage_of(step: u32) -> u32 {
     step % STAGES * STAGE
 }
 
-/// What a thread of a warp that does not multiply copies: the same sixteen bytes of a row in each step, of every so many rows.
-struct Copies<const N: usize> {
-    /// Its first row, of each matrix, and which sixteen bytes.
+/// Which columns are copied: 64 from `first` on, as far as they are below `k`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Columns {
+    pub(crate) first: u32,
+    pub(crate) k: u32,
+    /// Whether nothing of this part has been where they go.
+    pub(crate) is_new: bool,
+}
+
+/// A thread of a warp that does not multiply: it copies the same sixteen bytes of a row, of every so many rows of 64 columns.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Copier {
+    /// Its first row, and which sixteen bytes.
     row: u32,
     chunk: u32,
     /// How many rows its next is after.
     apart: u32,
+}
+
+impl Copier {
+    /// The calling thread; those that multiply have no use for theirs.
+    pub(crate) fn of(block: &Block) -> Copier {
+        let first = memory::opaque_word(block.thread).saturating_sub(warpgroup::THREADS);
+        Copier { row: first / 8, chunk: first % 8, apart: (block.threads - warpgroup::THREADS) / 8 }
+    }
+
+    /// Which rows and bytes of `rows` are the thread's: from its first row on, or the last there is.
+    pub(crate) fn own(&self, rows: Rows) -> Rows {
+        let row = self.row.min(rows.count.saturating_sub(1));
+        Rows { from: rows.from.wrapping_add(row as usize * rows.apart + 16 * self.chunk as usize), ..rows }
+    }
+
+    /// Of weights in fewer bits: the first row, of which the next is twice as far as of bf16, and which quarter of a line.
+    fn packed(&self) -> (u32, u32) {
+        let first = 8 * self.row + self.chunk;
+        (first / 4, first % 4)
+    }
+
+    /// 64 columns of `n` rows, to the matrix at `to`. Of rows that are not there some are the last one again, whose sums nobody takes; the others are
+    /// zero when it is new, and stay so.
+    ///
+    /// PERF: a row is a choice, an address and the copy, and none waits for another's. With a pointer that went from row to row, and comparisons for each
+    /// row, a step of 128 x 128 took its copying warps twice as long as the tensor cores take for its products.
+    pub(crate) unsafe fn rows(&self, rows: &Rows, at: Columns, to: u32, n: u32) {
+        let from = rows.from.wrapping_add(2 * at.first as usize);
+        let is_there = rows.count > 0 && at.first + 8 * self.chunk < at.k;
+        // Neighbours of eight rows lie in turn, and the thread's next row is a multiple of four later.
+        let first = to + place(self.row, self.chunk);
+        let turned = first ^ (self.apart % 8 / 4 * 64);
+        // From the thread's first row to the last that is there. Numbers that a compiler knows nothing of, so that their product is one instruction.
+        let most = memory::opaque_word(rows.count.saturating_sub(1).saturating_sub(self.row));
+        let apart = || memory::opaque_word(rows.apart as u32);
+        let begin = |i: u32, apart: u32| {
+            let on = i * self.apart;
+            let to = if i.is_multiple_of(2) { first } else { turned } + on * warpgroup::ROW;
+            let from = from.wrapping_add((u64::from(on.min(most)) * u64::from(apart)) as usize);
+            // SAFETY: a row of the matrix (caller).
+            unsafe {
+                if on + self.apart <= n {
+                    copy::sixteen(to, from, is_there);
+                } else {
+                    copy::sixteen_if(self.row + on < n, to, from, is_there);
+                }
+            }
+        };
+        let (mut i, rounds) = (0, n.div_ceil(self.apart));
+        let here = apart();
+        while i < AT_ONCE.min(rounds) {
+            begin(i, here);
+            i += 1;
+        }
+        if AT_ONCE * self.apart < rows.count {
+            let here = apart();
+            while i < rounds {
+                begin(i, here);
+                i += 1;
+            }
+        }
+        while at.is_new && self.row + i * self.apart < n {
+            cold_path();
+            // SAFETY: nothing is read.
+            unsafe { copy::sixteen(to + place(self.row + i * self.apart, self.chunk), from, false) };
+            i += 1;
+        }
+    }
+}
+
+/// What such a thread copies of a part.
+struct Copies<const N: usize> {
+    by: Copier,
     x: Rows,
     w: [Rows; N],
     /// The weights' type: of those in fewer bits it copies sixteen bytes of every so many rows, too, which are twice as many elements of a step.
@@ -470,37 +553,29 @@ fn gathered<const N: usize, A: Matrices<N>>(_: A, m: u32) -> Option<u32> {
     A::GATHERED.map(|first| first + m)
 }
 
-/// Which columns are copied.
-#[derive(Clone, Copy)]
-struct Columns {
-    first: u32,
-    /// Whether nothing of this part has been where they go.
-    is_new: bool,
-}
-
 impl<const N: usize> Copies<N> {
     /// Those of the part at `place`.
     unsafe fn of<A: Matrices<N>>(matrices: A, block: &Block, place: &Place) -> Copies<N> {
-        // Those who multiply have no use for theirs.
-        let first = memory::opaque_word(block.thread).saturating_sub(warpgroup::THREADS);
-        let (row, chunk, apart) = (first / 8, first % 8, (block.threads - warpgroup::THREADS) / 8);
-        // The thread's bytes of its first row in the first step, or of the last there is; in fewer bits perhaps beyond that: nothing is copied from there.
-        let mine = |rows: &Rows| row.min(rows.count.saturating_sub(1));
-        let own = |rows: Rows, row: u32, chunk: u32| Rows {
-            from: rows.from.wrapping_add(row as usize * rows.apart + 16 * chunk as usize),
-            ..rows
-        };
+        let by = Copier::of(block);
         // SAFETY: the matrices have that part (caller).
         unsafe {
             let dtype = matrices.dtype();
             let w: [Rows; N] = core::array::from_fn(|which| matrices.weights(which, place.n0, place.columns));
             let x = matrices.x(place.m0, place.rows);
-            let x = own(x, if A::GATHERED.is_some() { 0 } else { mine(&x) }, chunk);
+            // Of gathered rows each says where it begins; of those in fewer bits the thread's may be beyond the last, of which nothing is copied.
+            let at = |rows: Rows, row: u32, chunk: u32| Rows {
+                from: rows.from.wrapping_add(row as usize * rows.apart + 16 * chunk as usize),
+                ..rows
+            };
+            let x = if A::GATHERED.is_some() { at(x, 0, by.chunk) } else { by.own(x) };
             let w = w.map(|rows| {
-                let (row, chunk) = if dtype == BF16 { (mine(&rows), chunk) } else { packed_of(first) };
-                own(rows, row, chunk)
+                if dtype == BF16 {
+                    return by.own(rows);
+                }
+                let (row, chunk) = by.packed();
+                at(rows, row, chunk)
             });
-            Copies { row, chunk, apart, x, w, dtype, k: matrices.k() }
+            Copies { by, x, w, dtype, k: matrices.k() }
         }
     }
 
@@ -510,13 +585,13 @@ impl<const N: usize> Copies<N> {
         let mut half = 0;
         while half < halves {
             let to = stage * STAGE + half * SECOND;
-            let at = Columns { first: STEP * (halves * step + half), is_new: step < STAGES };
+            let at = Columns { first: STEP * (halves * step + half), k: self.k, is_new: step < STAGES };
             // SAFETY: elements inside the matrix (caller); the stage is nobody's: see `part`.
             unsafe {
                 if let Some(offsets) = gathered {
                     self.gathered(offsets, at, to, M as u32 * warpgroup::M);
                 } else {
-                    self.rows(&self.x, at, to, M as u32 * warpgroup::M);
+                    self.by.rows(&self.x, at, to, M as u32 * warpgroup::M);
                 }
             }
             half += 1;
@@ -535,12 +610,12 @@ impl<const N: usize> Copies<N> {
         let mut half = 0;
         while half < halves {
             let to = to + half * SECOND;
-            let at = Columns { first: STEP * (halves * step + half), is_new: step < STAGES };
+            let at = Columns { first: STEP * (halves * step + half), k: self.k, is_new: step < STAGES };
             // SAFETY: as above.
             unsafe {
-                self.rows(&self.w[0], at, to, per);
+                self.by.rows(&self.w[0], at, to, per);
                 if N == 2 {
-                    self.rows(&self.w[N - 1], at, to + per * warpgroup::ROW, per);
+                    self.by.rows(&self.w[N - 1], at, to + per * warpgroup::ROW, per);
                 }
             }
             half += 1;
@@ -563,7 +638,7 @@ impl<const N: usize> Copies<N> {
     unsafe fn packed<const M: usize, const S: usize>(&self, step: u32, to: u32) {
         let (halves, rows) = (if is_deep(M, S) { 2 } else { 1 }, 2 * S as u32);
         let per = rows / N as u32;
-        let ((mut row, quarter), apart) = self.own_packed();
+        let ((mut row, quarter), apart) = (self.by.packed(), 2 * self.by.apart);
         let to = to + place(row, 2 * quarter) - row * warpgroup::ROW;
         let (bytes, scale) = self.element(STEP * halves * step);
         let w = &self.w[0];
@@ -614,7 +689,7 @@ impl<const N: usize> Copies<N> {
     /// PERF: two or three rows side by side; one after the other each would wait for the one before.
     unsafe fn widen<P: Packed, const M: usize, const S: usize>(&self, step: u32) {
         let (halves, rows) = (if is_deep(M, S) { 2 } else { 1 }, 2 * S as u32);
-        let ((mut row, quarter), apart) = self.own_packed();
+        let ((mut row, quarter), apart) = (self.by.packed(), 2 * self.by.apart);
         let to = stage_of(step) + W + place(row, 2 * quarter) - row * warpgroup::ROW;
         // The thread's first elements of the step, or of either half.
         let first = STEP * halves * step + 16 * quarter;
@@ -650,80 +725,22 @@ impl<const N: usize> Copies<N> {
         }
     }
 
-    /// 64 columns of `n` rows, to the matrix at `to`. Of rows that are not there some are the last one again, whose sums nobody takes; the others are
-    /// zero when it is new, and stay so.
-    ///
-    /// PERF: a row is a choice, an address and the copy, and none waits for another's. With a pointer that went from row to row, and comparisons for each
-    /// row, a step of 128 x 128 took its copying warps twice as long as the tensor cores take for its products.
-    unsafe fn rows(&self, rows: &Rows, at: Columns, to: u32, n: u32) {
-        let from = rows.from.wrapping_add(2 * at.first as usize);
-        let is_there = rows.count > 0 && at.first + 8 * self.chunk < self.k;
-        // Neighbours of eight rows lie in turn, and the thread's next row is a multiple of four later.
-        let first = to + place(self.row, self.chunk);
-        let turned = first ^ (self.apart % 8 / 4 * 64);
-        // From the thread's first row to the last that is there. Numbers that a compiler knows nothing of, so that their product is one instruction.
-        let most = memory::opaque_word(rows.count.saturating_sub(1).saturating_sub(self.row));
-        let apart = || memory::opaque_word(rows.apart as u32);
-        let begin = |i: u32, apart: u32| {
-            let on = i * self.apart;
-            let to = if i.is_multiple_of(2) { first } else { turned } + on * warpgroup::ROW;
-            let from = from.wrapping_add((u64::from(on.min(most)) * u64::from(apart)) as usize);
-            // SAFETY: a row of the matrix (caller).
-            unsafe {
-                if on + self.apart <= n {
-                    copy::sixteen(to, from, is_there);
-                } else {
-                    copy::sixteen_if(self.row + on < n, to, from, is_there);
-                }
-            }
-        };
-        let (mut i, rounds) = (0, n.div_ceil(self.apart));
-        let here = apart();
-        while i < AT_ONCE.min(rounds) {
-            begin(i, here);
-            i += 1;
-        }
-        if AT_ONCE * self.apart < rows.count {
-            let here = apart();
-            while i < rounds {
-                begin(i, here);
-                i += 1;
-            }
-        }
-        while at.is_new && self.row + i * self.apart < n {
-            cold_path();
-            // SAFETY: nothing is read.
-            unsafe { copy::sixteen(to + place(self.row + i * self.apart, self.chunk), from, false) };
-            i += 1;
-        }
-    }
-
-    /// See [`packed_of`]; and how many rows the thread's next is after, twice as many as of bf16.
-    fn own_packed(&self) -> ((u32, u32), u32) {
-        (packed_of(8 * self.row + self.chunk), 2 * self.apart)
-    }
-
-    /// As [`rows`](Copies::rows), of x, whose row i is as many bytes from its start as the word `offsets + i` of shared memory says.
+    /// As [`Copier::rows`], of x, whose row i is as many bytes from its start as the word `offsets + i` of shared memory says.
     unsafe fn gathered(&self, offsets: u32, at: Columns, to: u32, n: u32) {
         let from = self.x.from.wrapping_add(2 * at.first as usize);
-        let count = if at.first + 8 * self.chunk < self.k { self.x.count } else { 0 };
+        let count = if at.first + 8 * self.by.chunk < self.k { self.x.count } else { 0 };
         let n = if at.is_new || self.x.count > n { n } else { self.x.count };
-        let mut row = self.row;
+        let mut row = self.by.row;
         while row < n {
             // SAFETY: a row of the matrix, if it is there (caller); its word is.
             unsafe {
                 let is_there = row < count;
                 let offset = shared::load(offsets + if is_there { row } else { 0 });
-                copy::sixteen(to + place(row, self.chunk), from.wrapping_add(offset as usize), is_there);
+                copy::sixteen(to + place(row, self.by.chunk), from.wrapping_add(offset as usize), is_there);
             }
-            row += self.apart;
+            row += self.by.apart;
         }
     }
-}
-
-/// Of weights in fewer bits: the first row of the `first`th thread of those that copy, and which quarter of a line it copies.
-fn packed_of(first: u32) -> (u32, u32) {
-    (first / 4, first % 4)
 }
 
 /// Rows of bf16 that a thread copies before it asks whether there are more.

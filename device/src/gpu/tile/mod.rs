@@ -343,7 +343,13 @@ pub(crate) trait Fours {
 
 /// Eight elements of a row from a column on, of each of `places`, all of them asked for before the first is looked at; zero where there
 /// are none.
-unsafe fn eights_at<const N: usize>(from: &Rows<impl Fn(u32) -> Row>, places: [(u32, u32); N]) -> [[f32; 8]; N] {
+///
+/// # Safety
+/// The rows are there.
+pub(crate) unsafe fn eights_at<const N: usize>(
+    from: &Rows<impl Fn(u32) -> Row>,
+    places: [(u32, u32); N],
+) -> [[f32; 8]; N] {
     let place = |i: usize| {
         let (r, at) = places[i];
         let row = (from.row)(if r < from.count { r } else { 0 });

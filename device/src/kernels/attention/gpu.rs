@@ -8,6 +8,7 @@
 //! exp(m - M) times, M the largest of the maxima.
 
 use super::group::{self, Group, Sums};
+use super::warpgroup::Queries;
 use super::*;
 use crate::arch::scalar::{fma, reciprocal};
 use crate::arch::{WARP, memory, shared, warp};
@@ -15,6 +16,7 @@ use crate::block::FREE_SHARED;
 use crate::gpu::math::{exp, larger};
 use crate::gpu::rows::singles;
 use crate::gpu::tile::{Rows, within};
+use crate::gpu::warpgroup::has_room;
 use crate::gpu::{BF16, F32, Row, Tensor};
 
 /// Dimensions a lane accumulates: a slice is 256 wide.
@@ -262,6 +264,16 @@ unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> b
             let found_row = |m| call.tensor(memory::opaque_word(slot::Y as u32) as usize).row([h, 0, m]);
             let found = &Rows { row: found_row, count, columns: FOUND + d };
             let scale = p.scale * core::f32::consts::LOG2_E;
+            if p.splits <= 1 && p.is_beside_tiles == 0 && has_room(call, block) {
+                let own = Queries { q: queries, y: results, seen, window, k, v, positions, d, scale };
+                if d <= 64 {
+                    own.attend::<1, 32>(block);
+                } else {
+                    own.attend::<2, 64>(block);
+                }
+                h += 1;
+                continue;
+            }
             match (p.splits > 1, d <= 64) {
                 (false, true) => flash::attend_64(block, queries, keys, values, results, seen, window, scale),
                 (false, false) => flash::attend_128(block, queries, keys, values, results, seen, window, scale),
@@ -511,7 +523,12 @@ impl Head {
     }
 
     /// The row of position `t`.
-    fn row(&self, t: u32) -> Row {
+    pub(super) fn row(&self, t: u32) -> Row {
         self.first.after(u64::from(t) * u64::from(self.step))
+    }
+
+    /// Bytes from a position's row, of bf16, to the next.
+    pub(super) fn bytes_apart(&self) -> usize {
+        2 * self.step as usize
     }
 }

@@ -19,6 +19,7 @@ pub(super) mod gpu;
 pub(super) mod group;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
+mod warpgroup;
 
 /// See the module head.
 #[derive(Debug)]
