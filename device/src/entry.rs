@@ -24,7 +24,6 @@ use crate::gpu::turn::{self, Seen};
 use crate::kernels::run_gpu;
 use crate::worker::{Body, Image, await_task, run};
 use core::hint::cold_path;
-use core::mem::offset_of;
 use perpetua_shared::control::{Control, NO_PROGRAM, Sequence};
 use perpetua_shared::launch::TaskTrace;
 use perpetua_shared::{
@@ -463,16 +462,6 @@ impl Body for BlockBody<'_> {
     }
 }
 
-fn gpu_sync(image: &DeviceImage) -> Gpu {
-    Gpu {
-        counters: core::ptr::with_exposed_provenance_mut(param!(image, counters) as usize),
-        params: image.params,
-        step: core::ptr::with_exposed_provenance(param!(image, control) as usize + offset_of!(Control, step)),
-        fault: core::ptr::with_exposed_provenance_mut(param!(image, fault) as usize),
-        timeout_ns: param!(image, timeout_ns),
-    }
-}
-
 /// The worker whose number is the block's index.
 ///
 /// # Safety
@@ -480,7 +469,7 @@ fn gpu_sync(image: &DeviceImage) -> Gpu {
 /// `n_workers` blocks of `BLOCK_THREADS` threads, all of them resident.
 pub unsafe fn worker(params: LaunchBlock) {
     let image = DeviceImage { params };
-    let sync = gpu_sync(&image);
+    let sync = Gpu { params: image.params, patience: 1 };
     let worker = WorkerId(thread::block_idx());
     let (block, threads) = (Block::here(), thread::block_dim());
     let thread = block.thread;
@@ -529,7 +518,7 @@ pub unsafe fn worker(params: LaunchBlock) {
 /// another; and whatever those tasks wait on has run in launches that have ended.
 pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
     let image = DeviceImage { params };
-    let sync = gpu_sync(&image);
+    let sync = Gpu { params: image.params, patience: 1 };
     let worker = WorkerId(thread::block_idx());
     let (block, threads) = (Block::here(), thread::block_dim());
     let thread = block.thread;
@@ -577,7 +566,7 @@ pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
 pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: LaunchBlock, id: u32) {
     let image = DeviceImage { params };
     let (worker, block) = (WorkerId(0), Block::here());
-    let sync = gpu_sync(&image);
+    let sync = Gpu { params: image.params, patience: 1 };
     let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread), next: 0 };
     let step = crate::sync::Sync::step(&sync);
     // SAFETY: the caller's promise.

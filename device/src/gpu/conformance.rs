@@ -8,7 +8,7 @@ use super::tiles::{self, Lists, Tiles};
 use super::turn::{self, Seen};
 use super::wide;
 use crate::arch::simt::{Access, Allocation, Options, Report, launch};
-use crate::arch::{atomic, thread};
+use crate::arch::{LaunchBlock, atomic, thread};
 use crate::block::Block;
 use crate::io::{self, Tensor};
 use crate::kernels::decode_attention::MAX_QUERY;
@@ -19,7 +19,7 @@ use bytemuck::Zeroable;
 use perpetua_shared::control::{Control, NO_PROGRAM};
 use perpetua_shared::dtype::Q4_BLOCK;
 use perpetua_shared::image::{ProgramDesc, TOKEN_LOOP, VERIFIES};
-use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
+use perpetua_shared::launch::{LaunchParams, TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::task::Operand;
 use perpetua_shared::{BindingId, DType, DataOp, Fault, FaultCode, PrefetchOp, Step, TaskDesc, TaskFlags, flag};
 
@@ -510,7 +510,12 @@ impl Case {
             };
             let turn = turn_of(&task, &self.operands, &bindings);
             allocations.push(descriptors(&turn));
-            let (n_data, gpu) = (self.data.len() as u32, Gpu::alone(record));
+            let n_data = self.data.len() as u32;
+            // A block without others has a fault record, and nothing to wait for.
+            let params =
+                LaunchParams { fault: record.expose_provenance() as u64, timeout_ns: u64::MAX, ..Zeroable::zeroed() };
+            // SAFETY: a launch without events, which outlives it.
+            let gpu = Gpu { params: unsafe { LaunchBlock::new(&params) }, patience: 1 };
             let lists = OneList { data: &self.data, bindings: table };
             let launched = launch(&options, allocations, || {
                 let (me, block) = (thread::thread_idx(), Block { thread: thread::thread_idx(), threads });

@@ -71,7 +71,7 @@ pub(crate) unsafe fn begin(sync: &Gpu, step: &Step) {
 /// One lane of a service warp calls it.
 pub(crate) unsafe fn schedule<I: Image>(image: &I, worker: WorkerId, n_workers: u32, sync: &Gpu) {
     // As the loader: to wait for the pass too long is for others to report.
-    let patient = Gpu { timeout_ns: sync.timeout_ns.saturating_mul(4), ..*sync };
+    let patient = Gpu { patience: 4, ..*sync };
     let mut pass = 0u32;
     loop {
         // SAFETY: `init` has made the barriers; thread 0 wrote the words before it arrived.

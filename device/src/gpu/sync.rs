@@ -11,22 +11,18 @@ use crate::arch::{LaunchBlock, atomic, memory, param, shared, thread};
 use crate::queue::{Words, take};
 use crate::sync::Sync;
 use core::hint::cold_path;
+use core::mem::offset_of;
+use perpetua_shared::control::Control;
 use perpetua_shared::event::{EVENT_ITERATION, reached};
 use perpetua_shared::{EventId, Fault, FaultCode, Step, TaskId};
 
-/// A worker's view of the words it shares with the others.
+/// A worker's view of the words it shares with the others. Where these are, the launch's parameters say each time: a worker would hold it in registers over
+/// all bodies.
 #[derive(Clone, Copy, Debug)]
 pub struct Gpu {
-    /// Event counters, then the queue of just-in-time tasks.
-    pub(crate) counters: *mut u32,
-    /// Says how many of them are events', and how many slots the queue has: asked where it is needed, to keep no registers.
     pub(crate) params: LaunchBlock,
-    /// The step in the control block.
-    pub(crate) step: *const Step,
-    /// The fault record; its first word is also the flag that sends everyone home.
-    pub(crate) fault: *mut Fault,
-    /// The longest a wait may take.
-    pub(crate) timeout_ns: u64,
+    /// How many times the launch's timeout a wait may take.
+    pub(crate) patience: u32,
 }
 
 // How long a poller sleeps, and after how many polls it looks at the clock and at the fault flag: often enough to leave
@@ -36,13 +32,24 @@ const POLLS_PER_LOOK: u32 = 64;
 const FIRST_LOOK: u32 = 8;
 
 impl Gpu {
-    /// That of a block without others, which has a fault record and nothing to wait for.
-    #[cfg(test)]
-    pub(crate) fn alone(fault: *mut Fault) -> Gpu {
-        // SAFETY: zeroes are such a block, of a launch without events, and it lives for ever.
-        let params = unsafe { LaunchBlock::new(const { &core::mem::zeroed() }) };
-        let counters = core::ptr::null_mut();
-        Gpu { counters, params, step: core::ptr::null(), fault, timeout_ns: u64::MAX }
+    /// Event counters, then the queue of just-in-time tasks.
+    fn counters(&self) -> *mut u32 {
+        core::ptr::with_exposed_provenance_mut(param!(self.params, counters) as usize)
+    }
+
+    /// The step in the control block.
+    fn step_at(&self) -> *const Step {
+        core::ptr::with_exposed_provenance(param!(self.params, control) as usize + offset_of!(Control, step))
+    }
+
+    /// The fault record; its first word is also the flag that sends everyone home.
+    fn fault(&self) -> *mut Fault {
+        core::ptr::with_exposed_provenance_mut(param!(self.params, fault) as usize)
+    }
+
+    /// The longest a wait may take.
+    pub(crate) fn timeout_ns(&self) -> u64 {
+        param!(self.params, timeout_ns).saturating_mul(self.patience.into())
     }
 
     /// Polls by the calling thread alone; looks for a just-in-time task, too, in a pass that has some. In vain: it has been reported.
@@ -75,7 +82,7 @@ impl Gpu {
     /// Records, unless another fault is recorded already, that a wait inside the block outlasted its bound.
     pub(crate) fn give_up(&self) {
         // SAFETY: the record's first word is its code.
-        unsafe { atomic::compare_exchange(self.fault.cast(), 0, FaultCode::Timeout as u32) };
+        unsafe { atomic::compare_exchange(self.fault().cast(), 0, FaultCode::Timeout as u32) };
     }
 
     /// Whether one has been recorded.
@@ -86,7 +93,7 @@ impl Gpu {
     /// Its code, or 0.
     pub(crate) fn fault_code(&self) -> u32 {
         // SAFETY: the record's first word is its code.
-        unsafe { atomic::load_relaxed(self.fault.cast()) }
+        unsafe { atomic::load_relaxed(self.fault().cast()) }
     }
 
     /// Records `fault`, unless another is recorded already, and tells every worker to leave.
@@ -94,12 +101,13 @@ impl Gpu {
         // SAFETY: the record lies in global memory; only the thread whose exchange finds 0 writes the rest of it, and
         // only the host reads that, after the launch.
         unsafe {
-            if atomic::compare_exchange(self.fault.cast(), 0, fault.code) == 0 {
-                memory::store_volatile(&raw mut (*self.fault).task, fault.task);
-                memory::store_volatile(&raw mut (*self.fault).worker, fault.worker);
-                memory::store_volatile(&raw mut (*self.fault).detail, fault.detail);
-                memory::store_volatile(&raw mut (*self.fault).found, fault.found);
-                memory::store_volatile(&raw mut (*self.fault).expected, fault.expected);
+            if atomic::compare_exchange(self.fault().cast(), 0, fault.code) == 0 {
+                let record = self.fault();
+                memory::store_volatile(&raw mut (*record).task, fault.task);
+                memory::store_volatile(&raw mut (*record).worker, fault.worker);
+                memory::store_volatile(&raw mut (*record).detail, fault.detail);
+                memory::store_volatile(&raw mut (*record).found, fault.found);
+                memory::store_volatile(&raw mut (*record).expected, fault.expected);
             }
         }
     }
@@ -137,7 +145,7 @@ impl Patience {
             let now = thread::timer_ns();
             if self.polls == FIRST_LOOK {
                 self.started = now;
-            } else if now.wrapping_sub(self.started) > sync.timeout_ns {
+            } else if now.wrapping_sub(self.started) > sync.timeout_ns() {
                 too_long();
                 return true;
             }
@@ -164,31 +172,31 @@ impl Words for Gpu {
     #[track_caller]
     fn load(&self, at: u32) -> u32 {
         // SAFETY: see above.
-        unsafe { atomic::load_relaxed(self.counters.add(at as usize)) }
+        unsafe { atomic::load_relaxed(self.counters().add(at as usize)) }
     }
 
     #[track_caller]
     fn acquire(&self, at: u32) -> u32 {
         // SAFETY: see above.
-        unsafe { atomic::load_acquire(self.counters.add(at as usize)) }
+        unsafe { atomic::load_acquire(self.counters().add(at as usize)) }
     }
 
     #[track_caller]
     fn publish(&self, at: u32, value: u32) {
         // SAFETY: see above.
-        unsafe { atomic::store_release(self.counters.add(at as usize), value) }
+        unsafe { atomic::store_release(self.counters().add(at as usize), value) }
     }
 
     #[track_caller]
     fn draw(&self, at: u32) -> u32 {
         // SAFETY: see above.
-        unsafe { atomic::fetch_add(self.counters.add(at as usize), 1) }
+        unsafe { atomic::fetch_add(self.counters().add(at as usize), 1) }
     }
 
     #[track_caller]
     fn claim(&self, at: u32, old: u32, new: u32) -> bool {
         // SAFETY: see above.
-        unsafe { atomic::compare_exchange(self.counters.add(at as usize), old, new) == old }
+        unsafe { atomic::compare_exchange(self.counters().add(at as usize), old, new) == old }
     }
 }
 
@@ -227,23 +235,24 @@ impl Sync for Gpu {
         unsafe {
             thread::sync();
             if thread::thread_idx() == 0 {
-                atomic::add_release(self.counters.add(event.idx()), 1);
+                atomic::add_release(self.counters().add(event.idx()), 1);
             }
         }
     }
 
     fn step(&self) -> Step {
         // Word by word: a volatile copy of the whole would go through local memory.
+        let at = self.step_at();
         // SAFETY: nobody writes the step now (the trait's contract), and the wait before this call has made it visible.
         unsafe {
             Step {
-                program: memory::load_volatile(&raw const (*self.step).program),
-                program_runs: memory::load_volatile(&raw const (*self.step).program_runs),
-                first_pos: memory::load_volatile(&raw const (*self.step).first_pos),
-                rows: memory::load_volatile(&raw const (*self.step).rows),
-                sampling: memory::load_volatile(&raw const (*self.step).sampling),
-                iteration: memory::load_volatile(&raw const (*self.step).iteration),
-                sequence: memory::load_volatile(&raw const (*self.step).sequence),
+                program: memory::load_volatile(&raw const (*at).program),
+                program_runs: memory::load_volatile(&raw const (*at).program_runs),
+                first_pos: memory::load_volatile(&raw const (*at).first_pos),
+                rows: memory::load_volatile(&raw const (*at).rows),
+                sampling: memory::load_volatile(&raw const (*at).sampling),
+                iteration: memory::load_volatile(&raw const (*at).iteration),
+                sequence: memory::load_volatile(&raw const (*at).sequence),
             }
         }
     }

@@ -103,7 +103,7 @@ pub(super) unsafe fn wait(sync: &Gpu, barrier: u32, parity: u32) {
         let now = thread::timer_ns();
         if started == 0 {
             started = now;
-        } else if now.wrapping_sub(started) > sync.timeout_ns {
+        } else if now.wrapping_sub(started) > sync.timeout_ns() {
             sync.give_up();
             trap();
         }
@@ -137,7 +137,7 @@ pub(crate) trait Lists {
 pub(crate) unsafe fn load(lists: &impl Lists, sync: &Gpu) {
     // A worker that waits for an event in vain says so in time; its loader, which has waited for it, must not do so first:
     // it does not know which event, and to give up inside a block is to trap.
-    let sync = &Gpu { timeout_ns: sync.timeout_ns.saturating_mul(4), ..*sync };
+    let sync = &Gpu { patience: 4, ..*sync };
     // Passes; the program of the last one, and its tiles.
     let (mut pass, mut last) = (0u32, NO_PROGRAM);
     let mut brought = Brought::default();
@@ -698,9 +698,12 @@ pub(crate) unsafe fn prefetch_bytes(from: *const u8, bytes: u32) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::arch::LaunchBlock;
     use crate::arch::simt::{Access, Allocation, Options, launch};
+    use bytemuck::Zeroable;
     use core::cell::RefCell;
     use perpetua_shared::Fault;
+    use perpetua_shared::launch::LaunchParams;
 
     /// A pass whose worker has tasks, but no tiles.
     struct Paced<'a> {
@@ -760,7 +763,13 @@ mod tests {
                     Allocation::new("ops", ops.as_ptr().cast_mut().cast(), size_of_val(&ops), Access::Constant),
                 ]
             };
-            let gpu = Gpu::alone(&raw mut fault);
+            let params = LaunchParams {
+                fault: (&raw mut fault).expose_provenance() as u64,
+                timeout_ns: u64::MAX,
+                ..Zeroable::zeroed()
+            };
+            // SAFETY: a launch without events, which outlives it.
+            let gpu = Gpu { params: unsafe { LaunchBlock::new(&params) }, patience: 1 };
             let lists = Paced { ops: &ops, pace: &raw mut pace, weights: weights.as_ptr().cast(), seen: &seen };
             let options = Options { service_warps: 1, tile_bytes: 128, ..Options::new(1, 32, seed) };
             let launched = launch(&options, allocations, || {

@@ -774,7 +774,9 @@ const fn turned(t: u32) -> u32 {
 unsafe fn keep<const M: usize, const S: usize>(block: &Block, sums: [[f32; S]; M]) {
     // SAFETY: nobody reads the stages any more, nor writes them (caller).
     unsafe {
-        let own = (block.thread / 4 * 4 + turned(block.thread % 4)) * 16;
+        // Found here: the places of all groups would be held over the products otherwise.
+        let thread = memory::opaque_word(block.thread);
+        let own = (thread / 4 * 4 + turned(thread % 4)) * 16;
         for m in 0..M {
             for group in 0..S as u32 / 4 {
                 let four = core::array::from_fn(|i| sums[m][4 * group as usize + i].to_bits());
@@ -790,6 +792,7 @@ unsafe fn keep<const M: usize, const S: usize>(block: &Block, sums: [[f32; S]; M
 /// PERF: what there is to ask of operands is asked once for both rows. With one row at a time, and sums that half of the lanes looked for in the same bank, a
 /// part's end took as long as 1,024 columns of its products.
 unsafe fn finish_all<const N: usize>(block: &Block, place: &Place, width: u32, finish: &impl Finish<N>) {
+    let block = &Block { thread: memory::opaque_word(block.thread), ..*block };
     let (of_row, lane) = (width / 4, block.lane());
     let (mut pair, column) = (block.thread / of_row, block.thread % of_row * 4);
     // A row and the one eight later, whose sums stand together.

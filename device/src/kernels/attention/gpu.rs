@@ -8,7 +8,6 @@
 //! exp(m - M) times, M the largest of the maxima.
 
 use super::group::{self, Group, Sums};
-use super::warpgroup::Queries;
 use super::*;
 use crate::arch::scalar::{fma, reciprocal};
 use crate::arch::{WARP, memory, shared, warp};
@@ -239,6 +238,10 @@ unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> b
         if !is_fit || count < MANY || !are_whole {
             return false;
         }
+        if p.splits <= 1 && p.is_beside_tiles == 0 && has_room(call, block) {
+            warpgroup::attend(p, call, block);
+            return true;
+        }
         let part_of_group = reciprocal(group as f32);
         let mut h = 0;
         while h < heads {
@@ -264,16 +267,6 @@ unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> b
             let found_row = |m| call.tensor(memory::opaque_word(slot::Y as u32) as usize).row([h, 0, m]);
             let found = &Rows { row: found_row, count, columns: FOUND + d };
             let scale = p.scale * core::f32::consts::LOG2_E;
-            if p.splits <= 1 && p.is_beside_tiles == 0 && has_room(call, block) {
-                let own = Queries { q: queries, y: results, seen, window, k, v, positions, d, scale };
-                if d <= 64 {
-                    own.attend::<1, 32>(block);
-                } else {
-                    own.attend::<2, 64>(block);
-                }
-                h += 1;
-                continue;
-            }
             match (p.splits > 1, d <= 64) {
                 (false, true) => flash::attend_64(block, queries, keys, values, results, seen, window, scale),
                 (false, false) => flash::attend_128(block, queries, keys, values, results, seen, window, scale),
@@ -293,7 +286,7 @@ unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> b
 ///
 /// # Safety
 /// `n` is not 0.
-unsafe fn quotient(m: u32, n: u32, part: f32) -> u32 {
+pub(super) unsafe fn quotient(m: u32, n: u32, part: f32) -> u32 {
     // SAFETY: finite, and no more than m.
     let quotient = unsafe { ((m as f32 + 0.5) * part).to_int_unchecked() };
     debug_assert_eq!(quotient, m / n);

@@ -5,7 +5,8 @@
 //! warps     0 to 3, a warpgroup: 64 rows of queries, which have scores, sums of values and what follows from them in registers
 //!           the others: copy the stage four blocks ahead, sixteen bytes a time
 //! ```
-//! A matrix there has 64 columns: heads of more have two. Queries are scaled and rounded as they come, weights (exp2 of a score less the row's largest so far) are
+//! A matrix there has 64 columns, and each has two, of zeros where heads have fewer. (Another body for these would be faster, but the registers of its products
+//! would be others, and a worker would have too few.) Queries are scaled and rounded as they come, weights (exp2 of a score less the row's largest so far) are
 //! rounded as they are multiplied with values, which are read as they lie, transposed; sums, and the weights' total, are f32.
 //!
 //! A block of 64 positions: who copies waits for this block's copies, fences them for the tensor cores, all meet, and copies of the block four on begin. The
@@ -14,16 +15,16 @@
 //!
 //! Floor of a block: 4 * 64 * 64 * d flops at an SM's 7.5 TFLOP/s, 0.28 us at 128 dimensions, and 64 * 64 exponentials at 16 a cycle and SM, 0.14 us.
 
-use super::gpu::Head;
+use super::gpu::{Head, quotient};
 use super::*;
 use crate::arch::copy;
 use crate::arch::scalar::{exp2, f32_to_bf16_pair, reciprocal};
 use crate::arch::warpgroup::{self, Matrix, Sums, Transposed, place};
-use crate::arch::{bulk, each_of_four, warp};
-use crate::gpu::Row;
+use crate::arch::{bulk, each_of_four, memory, warp};
 use crate::gpu::math::larger;
-use crate::gpu::tile::{Rows, eights_at, where_in_window, window_from, within};
+use crate::gpu::tile::{Rows, eights_at, where_in_window, window_from};
 use crate::gpu::warpgroup::{Columns, Copier, MULTIPLYING, Rows as Lying, THREADS};
+use crate::gpu::{Call, Row, Tensor};
 
 /// Rows of queries, and positions of a block.
 const ROWS: u32 = warpgroup::M;
@@ -38,9 +39,9 @@ const AHEAD: u32 = STAGES - 2;
 
 const _: () = assert!(2 * MATRIX * (1 + 2 * STAGES) <= perpetua_shared::launch::TILE_BYTES);
 
-/// Where stage `stage`, of heads of `W` matrices, has its keys; its values are as many matrices later.
-const fn stage_at<const W: usize>(stage: u32) -> u32 {
-    (1 + 2 * stage) * W as u32 * MATRIX
+/// Where stage `stage` has its keys; its values are two matrices later.
+const fn stage_at(stage: u32) -> u32 {
+    (2 + 4 * stage) * MATRIX
 }
 
 /// `$step` for each of a thread's `$n` sums, 32 or 64, written out: those of `$group`, of eight columns, are two neighbours of row g and, `$i` being 2 or 3, of row
@@ -74,42 +75,83 @@ unsafe fn across(of: [f32; 2], f: impl Fn(f32, f32) -> f32) -> [f32; 2] {
     [f(a, other(a, 2)), f(b, other(b, 2))]
 }
 
-/// A key/value head's queries, and what they see.
-pub(super) struct Queries<'a, Q, Y, S> {
-    pub(super) q: &'a Rows<Q>,
-    pub(super) y: &'a Rows<Y>,
-    /// How many positions, from the first on, a row sees, and how many of them, the last ones.
-    pub(super) seen: S,
-    pub(super) window: u32,
-    /// Keys and values, and their positions.
-    pub(super) k: Head,
-    pub(super) v: Head,
-    pub(super) positions: u32,
-    pub(super) d: u32,
-    /// What scores are multiplied by, as powers of two.
-    pub(super) scale: f32,
+/// Attends to all heads of the call, whose keys and values are bf16.
+///
+/// # Safety
+/// Every thread of the block makes this same call, a block that [has room](crate::gpu::warpgroup::has_room); the operands are [`Attention`]'s, not split, with rows of
+/// whole eights that begin on sixteen bytes, and at most 128 dimensions. The tiles' memory is nobody's.
+pub(super) unsafe fn attend(p: &Params, call: &Call<'_>, block: &Block) {
+    // SAFETY: the caller's promises.
+    unsafe {
+        let (heads, mut head) = (call.tensor(slot::Q).extent(1), 0);
+        while head < heads {
+            let q = call.tensor(memory::opaque_word(slot::Q as u32) as usize);
+            let positions = call.first_pos() + call.pass_rows();
+            Queries { p, call, head, count: call.rows(&q) * q.extent(2), d: q.extent(3), positions }.attend(block);
+            head += 1;
+        }
+    }
 }
 
-impl<Q: Fn(u32) -> Row, Y: Fn(u32) -> Row, S: Fn(u32) -> u32> Queries<'_, Q, Y, S> {
-    /// y = softmax(scale * q . k^T) . v, base 2, over the positions that each row sees, of heads of at most `64 W` dimensions; `N` is `32 W`.
+/// A key/value head's queries. What follows from the operands is found where it is wanted: over the loops there are no registers for it.
+struct Queries<'a> {
+    p: &'a Params,
+    call: &'a Call<'a>,
+    head: u32,
+    /// Rows: of the group's query heads.
+    count: u32,
+    d: u32,
+    /// Of the pass.
+    positions: u32,
+}
+
+impl Queries<'_> {
+    /// An operand, of which the compiler knows nothing before.
+    fn operand(&self, operand: usize) -> Tensor {
+        // SAFETY: it is there (`attend`'s caller).
+        unsafe { self.call.tensor(memory::opaque_word(operand as u32) as usize) }
+    }
+
+    /// Which of the pass's rows, and of the group, row `m` is, or the last one.
+    fn row_of(&self, m: u32) -> [u32; 2] {
+        let m = m.min(self.count - 1);
+        let group = self.operand(slot::Q).extent(2);
+        // SAFETY: a group has heads.
+        let r = unsafe { quotient(m, group, reciprocal(group as f32)) };
+        [r, m - r * group]
+    }
+
+    /// Row `m` of operand `operand`, q or y.
+    fn row(&self, operand: usize, m: u32) -> Row {
+        let [r, g] = self.row_of(m);
+        self.operand(operand).row([r, self.head, g])
+    }
+
+    /// How many positions, from the first on and as if there were no end of them, row `m` sees, or the last one; of them the last [`window`](Queries::window).
+    fn seen(&self, m: u32) -> u32 {
+        self.call.first_pos() + self.call.row_first() + self.row_of(m)[0] + 1 + self.p.ahead
+    }
+
+    fn window(&self) -> u32 {
+        self.p.window + self.p.ahead
+    }
+
+    /// y = softmax(scale * q . k^T) . v over the positions that each row sees.
     ///
     /// # Safety
-    /// Every thread of the block makes this same call, a block that [has room](crate::gpu::warpgroup::has_room); the operands are there, nobody else writes them,
-    /// nobody else touches `y`. The tiles' memory is nobody's.
-    pub(super) unsafe fn attend<const W: usize, const N: usize>(&self, block: &Block) {
-        const { assert!(N == 32 * W && (W == 1 || W == 2)) };
+    /// As [`attend`].
+    unsafe fn attend(&self, block: &Block) {
         let mut first = 0;
-        while first < self.y.count {
-            let last = (first + ROWS).min(self.y.count) - 1;
-            let from = window_from((self.seen)(first), self.window, BLOCK);
-            let end = within(&self.seen, self.positions)(last);
-            let steps = (end.saturating_sub(from)).div_ceil(BLOCK);
-            // SAFETY: the caller's promises; all threads have the same numbers.
+        while first < self.count {
+            let from = window_from(self.seen(first), self.window(), BLOCK);
+            let end = self.seen(first + ROWS - 1).min(self.positions);
+            let steps = end.saturating_sub(from).div_ceil(BLOCK);
+            // SAFETY: the caller's promise; all threads have the same numbers.
             unsafe {
                 if block.warp() < MULTIPLYING {
-                    self.multiply::<W, N>(block, first, [from, steps]);
+                    self.multiply(block, first, [from, steps]);
                 } else {
-                    self.copy::<W>(block, [from, end], steps);
+                    self.copy(block, [from, end], steps);
                 }
                 // The queries' place is the next ones', and the stages are whoever's comes next.
                 copy::fence_tiles();
@@ -120,8 +162,9 @@ impl<Q: Fn(u32) -> Row, Y: Fn(u32) -> Row, S: Fn(u32) -> u32> Queries<'_, Q, Y, 
     }
 
     /// What a thread that copies does, of positions `from` to `end`.
-    unsafe fn copy<const W: usize>(&self, block: &Block, [from, end]: [u32; 2], steps: u32) {
+    unsafe fn copy(&self, block: &Block, [from, end]: [u32; 2], steps: u32) {
         let (by, mut step, mut stage) = (Copier::of(block), 0, 0);
+        let [k, v] = [slot::K, slot::V].map(|operand| Head::new(&self.operand(operand), self.head));
         let own = |head: &Head, at: u32| {
             by.own(Lying { from: head.row(at).start(), apart: head.bytes_apart(), count: end - at })
         };
@@ -137,14 +180,16 @@ impl<Q: Fn(u32) -> Row, Y: Fn(u32) -> Row, S: Fn(u32) -> u32> Queries<'_, Q, Y, 
                     let at = from + step * BLOCK;
                     let begin = |head: &Head, mut to: u32| {
                         let (rows, mut first) = (own(head, at), 0);
-                        while first < 64 * W as u32 {
+                        // What is beyond a head's dimensions is zero from the first blocks on.
+                        let end = if step < STAGES { 128 } else { self.d };
+                        while first < end {
                             by.rows(&rows, Columns { first, k: self.d, is_new: step < STAGES }, to, BLOCK);
                             (first, to) = (first + 64, to + MATRIX);
                         }
                     };
-                    let keys = stage_at::<W>(stage);
-                    begin(&self.k, keys);
-                    begin(&self.v, keys + W as u32 * MATRIX);
+                    let keys = stage_at(stage);
+                    begin(&k, keys);
+                    begin(&v, keys + 2 * MATRIX);
                 }
                 copy::commit();
                 stage = if stage + 1 < STAGES { stage + 1 } else { 0 };
@@ -155,17 +200,18 @@ impl<Q: Fn(u32) -> Row, Y: Fn(u32) -> Row, S: Fn(u32) -> u32> Queries<'_, Q, Y, 
     }
 
     /// Brings rows of queries from `first` on to the tiles: scaled, as bf16, zero where there are none.
-    unsafe fn bring<const W: usize>(&self, block: &Block, first: u32) {
-        let chunks = 8 * W as u32;
+    unsafe fn bring(&self, block: &Block, first: u32) {
+        let (chunks, scale) = (16, self.p.scale * core::f32::consts::LOG2_E);
         let mut unit = block.thread;
         while unit < ROWS * chunks {
             // Four at a time, each of eight elements.
             let units = [unit, unit + THREADS, unit + 2 * THREADS, unit + 3 * THREADS];
             // SAFETY: the rows' (caller); the words are this thread's.
             unsafe {
-                let eights = eights_at(self.q, units.map(|unit| (first + unit / chunks, unit % chunks * 8)));
+                let rows = Rows { row: |m| self.row(slot::Q, m), count: self.count, columns: self.d };
+                let eights = eights_at(&rows, units.map(|unit| (first + unit / chunks, unit % chunks * 8)));
                 for i in 0..4 {
-                    let [a, b, c, d, e, f, g, h] = eights[i].map(|x| x * self.scale);
+                    let [a, b, c, d, e, f, g, h] = eights[i].map(|x| x * scale);
                     let pair = f32_to_bf16_pair;
                     let (row, chunk) = (units[i] / chunks, units[i] % chunks);
                     let to = chunk / 8 * MATRIX + place(row, chunk % 8);
@@ -178,43 +224,41 @@ impl<Q: Fn(u32) -> Row, Y: Fn(u32) -> Row, S: Fn(u32) -> u32> Queries<'_, Q, Y, 
     }
 
     /// What a thread of the warpgroup does.
-    unsafe fn multiply<const W: usize, const N: usize>(&self, block: &Block, first: u32, [from, steps]: [u32; 2]) {
+    unsafe fn multiply(&self, block: &Block, first: u32, [from, steps]: [u32; 2]) {
+        let block = &Block { thread: memory::opaque_word(block.thread), ..*block };
         let (warp, lane) = (block.warp(), block.lane());
-        let (g, t) = (lane / 4, lane % 4);
-        let rows = [first + 16 * warp + g, first + 16 * warp + g + 8];
-        // A row that is not there sees what the last one does.
-        let seen = |row: u32| (self.seen)(row.min(self.y.count - 1));
-        let seen_by = rows.map(seen);
+        let rows = [first + 16 * warp + lane / 4, first + 16 * warp + lane / 4 + 8];
+        let (window, seen_by) = (self.window(), rows.map(|row| self.seen(row)));
         // Positions that all of the warp's rows see.
-        let of_all = (seen(first + 16 * warp), seen(first + 16 * warp + 15));
-        let (all_from, all_end) = (of_all.1.saturating_sub(self.window), of_all.0.min(self.positions));
+        let of_all = (self.seen(first + 16 * warp), self.seen(first + 16 * warp + 15));
+        let (all_from, all_end) = (of_all.1.saturating_sub(window), of_all.0.min(self.positions));
         // SAFETY: the caller's promises; matrices are read once all have met after they were written, fenced.
         unsafe {
-            self.bring::<W>(block, first);
-            let mut sums = [0.0; N];
+            self.bring(block, first);
+            let mut sums = [0.0; 64];
             let (mut max, mut total) = ([-1e30; 2], [0.0; 2]);
             let (mut step, mut stage) = (0, 0);
-            let mut adding = Sums::<N>::of(sums);
+            let mut adding = Sums::of(sums);
             while step < steps {
                 block.sync();
-                let keys = stage_at::<W>(stage);
-                let values = keys + W as u32 * MATRIX;
+                let keys = stage_at(stage);
+                let values = keys + 2 * MATRIX;
                 let mut scores = Sums::<32>::zero();
                 warpgroup::begin();
                 each_of_four!(at => scores.add(Matrix::at(0).step(at), Matrix::at(keys).step(at)));
-                if W == 2 {
-                    each_of_four!(at => scores.add(Matrix::at(MATRIX).step(at), Matrix::at(keys + MATRIX).step(at)));
-                }
+                each_of_four!(at => scores.add(Matrix::at(MATRIX).step(at), Matrix::at(keys + MATRIX).step(at)));
                 warpgroup::commit();
                 let mut scores = scores.take();
                 sums = adding.take();
 
                 let at = from + step * BLOCK;
                 if at < all_from || at + BLOCK > all_end {
+                    // Found here, not kept over the loop.
+                    let t = memory::opaque_word(lane) % 4;
                     of_groups!(32: group, i => {
                         let column = at + 8 * group as u32 + 2 * t + i as u32 % 2;
                         let (of, seen) = (4 * group + i, seen_by[i / 2]);
-                        scores[of] = where_in_window(column, seen, self.window, self.positions, scores[of]);
+                        scores[of] = where_in_window(column, seen, window, self.positions, scores[of]);
                     });
                 }
                 let mut new = max;
@@ -227,14 +271,21 @@ impl<Q: Fn(u32) -> Row, Y: Fn(u32) -> Row, S: Fn(u32) -> u32> Queries<'_, Q, Y, 
                     scores[of] = exp2(scores[of] - max[i / 2]);
                     total[i / 2] += scores[of];
                 });
-                of_groups!(N: group, i => sums[4 * group + i] *= factor[i / 2]);
+                of_groups!(64: group, i => sums[4 * group + i] *= factor[i / 2]);
+                // All of them before the products begin, between which no instruction may write registers that they read.
+                let mut weights = [0; 16];
+                of_groups!(32: group, i => if i % 2 == 0 {
+                    let (of, at) = (4 * group + i, 2 * group + i / 2);
+                    weights[at] = memory::opaque_word(f32_to_bf16_pair(scores[of], scores[of + 1]));
+                });
                 adding = Sums::of(sums);
                 let of_values = Transposed::at(values, MATRIX);
                 warpgroup::begin();
-                each_of_four!(at => {
-                    let of = |i: usize| f32_to_bf16_pair(scores[8 * at as usize + i], scores[8 * at as usize + i + 1]);
-                    adding.add_transposed([of(0), of(2), of(4), of(6)], of_values.step(at));
-                });
+                let four = |at: u32| {
+                    let of = |i: usize| weights[4 * at as usize + i];
+                    [of(0), of(1), of(2), of(3)]
+                };
+                each_of_four!(at => adding.add_transposed(four(at), of_values.step(at)));
                 warpgroup::commit();
                 stage = if stage + 1 < STAGES { stage + 1 } else { 0 };
                 step += 1;
@@ -242,10 +293,11 @@ impl<Q: Fn(u32) -> Row, Y: Fn(u32) -> Row, S: Fn(u32) -> u32> Queries<'_, Q, Y, 
             sums = adding.take();
             total = across(total, |a, b| a + b);
             let factor = [reciprocal(total[0]), reciprocal(total[1])];
-            let of = rows.map(|row| (self.y.row)(row.min(self.y.count - 1)));
-            of_groups!(N: group, i => {
+            let of = rows.map(|row| self.row(slot::Y, row));
+            let t = memory::opaque_word(lane) % 4;
+            of_groups!(64: group, i => {
                 let (half, column) = (i / 2, 8 * group as u32 + 2 * t);
-                if i % 2 == 0 && column < self.d && rows[half] < self.y.count {
+                if i % 2 == 0 && column < self.d && rows[half] < self.count {
                     let at = 4 * group + i;
                     of[half].set_two(column, [sums[at] * factor[half], sums[at + 1] * factor[half]]);
                 }
