@@ -367,8 +367,10 @@ fn what_is_left_out_others_do() {
                     Technique::Tiles => report.copies == 0,
                     Technique::TilesAhead => report.copies < usual.2.copies,
                     Technique::Warpgroups => of_warpgroups > 0 && report.products[1] == 0,
-                    Technique::ThinProducts | Technique::FlashAttention => {
-                        sizes != short || report.products[0] < of_warps
+                    Technique::ThinProducts => sizes != short || report.products[0] < of_warps,
+                    // Of many rows a warpgroup's products, beside tiles those of warps.
+                    Technique::FlashAttention => {
+                        sizes != short || report.products[0] < of_warps || report.products[1] < of_warpgroups
                     }
                     // A few rows are attended to as many are then, by more products.
                     Technique::GroupAttention => sizes != short || report.products[0] != of_warps,

@@ -238,7 +238,7 @@ unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> b
         if !is_fit || count < MANY || !are_whole {
             return false;
         }
-        if p.splits <= 1 && p.is_beside_tiles == 0 && has_room(call, block) {
+        if p.is_beside_tiles == 0 && has_room(call, block) {
             warpgroup::attend(p, call, block);
             return true;
         }

@@ -3,15 +3,16 @@
 //! ```text
 //! tiles     [ queries: 64 rows | keys: 64, values: 64 | ... ]  six stages of keys and values, all of bf16, swizzled as the tensor cores want them
 //! warps     0 to 3, a warpgroup: 64 rows of queries, which have scores, sums of values and what follows from them in registers
-//!           the others: copy the stage four blocks ahead, sixteen bytes a time
+//!           the others: copy the stage three blocks ahead, sixteen bytes a time
 //! ```
 //! A matrix there has 64 columns, and each has two, of zeros where heads have fewer. (Another body for these would be faster, but the registers of its products
 //! would be others, and a worker would have too few.) Queries are scaled and rounded as they come, weights (exp2 of a score less the row's largest so far) are
 //! rounded as they are multiplied with values, which are read as they lie, transposed; sums, and the weights' total, are f32.
 //!
-//! A block of 64 positions: who copies waits for this block's copies, fences them for the tensor cores, all meet, and copies of the block four on begin. The
-//! warpgroup begins the scores, waits for them and for what values of the block before add up to, which is scaled to the new largest score, and begins to add
-//! this block's values. So whoever has met in block i knows that the products of block i - 2 are done, whose stage the copies of block i + 4 take.
+//! A block of 64 positions: who copies waits for the next block's copies, fences them for the tensor cores, all meet, and copies of the block three after it begin. The
+//! warpgroup begins the next block's scores; while the tensor cores make these, and what the values of the block before add up to, it finds this block's
+//! weights; then sums are scaled to the new largest score, and this block's values begin to be added. So whoever has met for block i knows that the products with values of block
+//! i - 3 are done, whose stage the copies of block i + 3 take.
 //!
 //! Floor of a block: 4 * 64 * 64 * d flops at an SM's 7.5 TFLOP/s, 0.28 us at 128 dimensions, and 64 * 64 exponentials at 16 a cycle and SM, 0.14 us.
 
@@ -21,7 +22,6 @@ use crate::arch::copy;
 use crate::arch::scalar::{exp2, f32_to_bf16_pair, reciprocal};
 use crate::arch::warpgroup::{self, Matrix, Sums, Transposed, place};
 use crate::arch::{bulk, each_of_four, memory, warp};
-use crate::gpu::math::larger;
 use crate::gpu::tile::{Rows, eights_at, where_in_window, window_from};
 use crate::gpu::warpgroup::{Columns, Copier, MULTIPLYING, Rows as Lying, THREADS};
 use crate::gpu::{Call, Row, Tensor};
@@ -35,7 +35,7 @@ const MATRIX: u32 = 64 * warpgroup::ROW;
 
 /// Stages, and how many blocks ahead copies begin.
 const STAGES: u32 = 6;
-const AHEAD: u32 = STAGES - 2;
+const AHEAD: u32 = STAGES - 3;
 
 const _: () = assert!(2 * MATRIX * (1 + 2 * STAGES) <= perpetua_shared::launch::TILE_BYTES);
 
@@ -78,7 +78,7 @@ unsafe fn across(of: [f32; 2], f: impl Fn(f32, f32) -> f32) -> [f32; 2] {
 /// Attends to all heads of the call, whose keys and values are bf16.
 ///
 /// # Safety
-/// Every thread of the block makes this same call, a block that [has room](crate::gpu::warpgroup::has_room); the operands are [`Attention`]'s, not split, with rows of
+/// Every thread of the block makes this same call, a block that [has room](crate::gpu::warpgroup::has_room); the operands are [`Attention`]'s, with rows of
 /// whole eights that begin on sixteen bytes, and at most 128 dimensions. The tiles' memory is nobody's.
 pub(super) unsafe fn attend(p: &Params, call: &Call<'_>, block: &Block) {
     // SAFETY: the caller's promises.
@@ -86,8 +86,10 @@ pub(super) unsafe fn attend(p: &Params, call: &Call<'_>, block: &Block) {
         let (heads, mut head) = (call.tensor(slot::Q).extent(1), 0);
         while head < heads {
             let q = call.tensor(memory::opaque_word(slot::Q as u32) as usize);
-            let positions = call.first_pos() + call.pass_rows();
-            Queries { p, call, head, count: call.rows(&q) * q.extent(2), d: q.extent(3), positions }.attend(block);
+            let all = call.first_pos() + call.pass_rows();
+            let share = if p.splits > 1 { p.share(all, call.block::<1>()) } else { (0, all) };
+            Queries { p, call, head, count: call.rows(&q) * q.extent(2), d: q.extent(3), share: share.into() }
+                .attend(block);
             head += 1;
         }
     }
@@ -101,8 +103,8 @@ struct Queries<'a> {
     /// Rows: of the group's query heads.
     count: u32,
     d: u32,
-    /// Of the pass.
-    positions: u32,
+    /// Of the positions, those of the pass or the split's.
+    share: [u32; 2],
 }
 
 impl Queries<'_> {
@@ -143,9 +145,10 @@ impl Queries<'_> {
     unsafe fn attend(&self, block: &Block) {
         let mut first = 0;
         while first < self.count {
-            let from = window_from(self.seen(first), self.window(), BLOCK);
-            let end = self.seen(first + ROWS - 1).min(self.positions);
-            let steps = end.saturating_sub(from).div_ceil(BLOCK);
+            let from = window_from(self.seen(first), self.window(), BLOCK).max(self.share[0]);
+            let end = self.seen(first + ROWS - 1).min(self.share[1]).max(from);
+            // A share without positions is a block of none.
+            let steps = (end - from).div_ceil(BLOCK).max(1);
             // SAFETY: the caller's promise; all threads have the same numbers.
             unsafe {
                 if block.warp() < MULTIPLYING {
@@ -223,6 +226,22 @@ impl Queries<'_> {
         copy::fence_tiles();
     }
 
+    /// Begins products of the queries with the keys of stage `stage`.
+    ///
+    /// # Safety
+    /// Both are there, and every thread of the warpgroup makes this same call.
+    unsafe fn scores(&self, stage: u32) -> Sums<32> {
+        let (keys, mut scores) = (stage_at(stage), Sums::zero());
+        // SAFETY: the caller's promises.
+        unsafe {
+            warpgroup::begin();
+            each_of_four!(at => scores.add(Matrix::at(0).step(at), Matrix::at(keys).step(at)));
+            each_of_four!(at => scores.add(Matrix::at(MATRIX).step(at), Matrix::at(keys + MATRIX).step(at)));
+            warpgroup::commit();
+        }
+        scores
+    }
+
     /// What a thread of the warpgroup does.
     unsafe fn multiply(&self, block: &Block, first: u32, [from, steps]: [u32; 2]) {
         let block = &Block { thread: memory::opaque_word(block.thread), ..*block };
@@ -231,25 +250,24 @@ impl Queries<'_> {
         let (window, seen_by) = (self.window(), rows.map(|row| self.seen(row)));
         // Positions that all of the warp's rows see.
         let of_all = (self.seen(first + 16 * warp), self.seen(first + 16 * warp + 15));
-        let (all_from, all_end) = (of_all.1.saturating_sub(window), of_all.0.min(self.positions));
+        let (all_from, all_end) = (of_all.1.saturating_sub(window), of_all.0.min(self.share[1]));
         // SAFETY: the caller's promises; matrices are read once all have met after they were written, fenced.
         unsafe {
             self.bring(block, first);
-            let mut sums = [0.0; 64];
-            let (mut max, mut total) = ([-1e30; 2], [0.0; 2]);
-            let (mut step, mut stage) = (0, 0);
+            let (mut sums, mut max, mut total) = ([0.0; 64], [-1e30f32; 2], [0.0; 2]);
             let mut adding = Sums::of(sums);
+            block.sync();
+            let mut scores = self.scores(0).take();
+            let (mut step, mut stage) = (0, 0);
             while step < steps {
-                block.sync();
-                let keys = stage_at(stage);
-                let values = keys + 2 * MATRIX;
-                let mut scores = Sums::<32>::zero();
-                warpgroup::begin();
-                each_of_four!(at => scores.add(Matrix::at(0).step(at), Matrix::at(keys).step(at)));
-                each_of_four!(at => scores.add(Matrix::at(MATRIX).step(at), Matrix::at(keys + MATRIX).step(at)));
-                warpgroup::commit();
-                let mut scores = scores.take();
-                sums = adding.take();
+                let values = stage_at(stage) + 2 * MATRIX;
+                // The next block's scores are on their way over what follows. Behind the last one are the same once more, which nobody takes: no condition may
+                // stand around products.
+                if step + 1 < steps {
+                    stage = if stage + 1 < STAGES { stage + 1 } else { 0 };
+                    block.sync();
+                }
+                let next = self.scores(stage);
 
                 let at = from + step * BLOCK;
                 if at < all_from || at + BLOCK > all_end {
@@ -258,48 +276,64 @@ impl Queries<'_> {
                     of_groups!(32: group, i => {
                         let column = at + 8 * group as u32 + 2 * t + i as u32 % 2;
                         let (of, seen) = (4 * group + i, seen_by[i / 2]);
-                        scores[of] = where_in_window(column, seen, window, self.positions, scores[of]);
+                        scores[of] = where_in_window(column, seen, window, self.share[1], scores[of]);
                     });
                 }
                 let mut new = max;
-                of_groups!(32: group, i => new[i / 2] = larger(new[i / 2], scores[4 * group + i]));
-                new = across(new, larger);
+                of_groups!(32: group, i => new[i / 2] = new[i / 2].max(scores[4 * group + i]));
+                new = across(new, f32::max);
                 let factor = [exp2(max[0] - new[0]), exp2(max[1] - new[1])];
                 (max, total) = (new, [total[0] * factor[0], total[1] * factor[1]]);
+                // All weights before their products begin, between which no instruction may write registers that they read.
+                let mut weights = [0; 16];
                 of_groups!(32: group, i => {
                     let of = 4 * group + i;
                     scores[of] = exp2(scores[of] - max[i / 2]);
                     total[i / 2] += scores[of];
+                    if i % 2 == 1 {
+                        weights[of / 2] = memory::opaque_word(f32_to_bf16_pair(scores[of - 1], scores[of]));
+                    }
                 });
+                sums = adding.take();
+                scores = next.take();
                 of_groups!(64: group, i => sums[4 * group + i] *= factor[i / 2]);
-                // All of them before the products begin, between which no instruction may write registers that they read.
-                let mut weights = [0; 16];
-                of_groups!(32: group, i => if i % 2 == 0 {
-                    let (of, at) = (4 * group + i, 2 * group + i / 2);
-                    weights[at] = memory::opaque_word(f32_to_bf16_pair(scores[of], scores[of + 1]));
-                });
                 adding = Sums::of(sums);
                 let of_values = Transposed::at(values, MATRIX);
                 warpgroup::begin();
-                let four = |at: u32| {
+                each_of_four!(at => {
                     let of = |i: usize| weights[4 * at as usize + i];
-                    [of(0), of(1), of(2), of(3)]
-                };
-                each_of_four!(at => adding.add_transposed(four(at), of_values.step(at)));
+                    adding.add_transposed([of(0), of(1), of(2), of(3)], of_values.step(at));
+                });
                 warpgroup::commit();
-                stage = if stage + 1 < STAGES { stage + 1 } else { 0 };
                 step += 1;
             }
             sums = adding.take();
             total = across(total, |a, b| a + b);
-            let factor = [reciprocal(total[0]), reciprocal(total[1])];
-            let of = rows.map(|row| self.row(slot::Y, row));
+            let is_share = self.p.splits > 1;
+            let of = rows.map(|row| {
+                if is_share {
+                    self.operand(slot::Y).row([self.head, 0, row.min(self.count - 1)])
+                } else {
+                    self.row(slot::Y, row)
+                }
+            });
             let t = memory::opaque_word(lane) % 4;
+            let (mut factor, mut to) = ([reciprocal(total[0]), reciprocal(total[1])], 0);
+            if is_share {
+                (factor, to) = ([1.0; 2], FOUND);
+                each_of_four!(i => {
+                    let half = i as usize / 2;
+                    if t == 0 && rows[half] < self.count {
+                        let found = if i % 2 == 0 { max[half] * core::f32::consts::LN_2 } else { total[half] };
+                        of[half].set(i % 2, found);
+                    }
+                });
+            }
             of_groups!(64: group, i => {
                 let (half, column) = (i / 2, 8 * group as u32 + 2 * t);
                 if i % 2 == 0 && column < self.d && rows[half] < self.count {
                     let at = 4 * group + i;
-                    of[half].set_two(column, [sums[at] * factor[half], sums[at + 1] * factor[half]]);
+                    of[half].set_two(to + column, [sums[at] * factor[half], sums[at + 1] * factor[half]]);
                 }
             });
         }

@@ -121,21 +121,21 @@ unsafe fn turn_rows(p: &Params, call: &Call<'_>, block: &Block, [first, count]: 
         let (elements, places) = ([a, b, c, e], [own, own + half, own + half / 2, own + half / 2 + half]);
         let of_row = queries + 2 * heads;
         let units = count * of_row;
-        let find = |unit: u32| {
-            let (row, n) = (unit / of_row, unit % of_row);
-            let start = |operand: usize, indices: [u32; 2], strides: [usize; 2]| {
-                let of = call.tensor(operand);
-                let [i, j] = [0, 1].map(|k| u64::from(indices[k]) * u64::from(of.stride(strides[k])));
-                of.row([]).after(i + j).at(0)
-            };
+        // Where row `i` of head `j`, of elements of `bytes`, begins, by the strides of two dimensions.
+        let start = |operand: usize, bytes: u32, [i, j]: [u32; 2], dims: [usize; 2]| {
+            let of = call.tensor(operand);
+            let apart = dims.map(|dim| u64::from(of.stride(dim) * bytes));
+            of.row([]).at(0).wrapping_add((u64::from(i) * apart[0] + u64::from(j) * apart[1]) as usize)
+        };
+        let find = |row: u32, n: u32| {
             if n < queries {
-                let from = start(slot::Q, [first + row, n], [0, 2]);
+                let from = start(slot::Q, 4, [first + row, n], [0, 2]);
                 return Head { kind: Kind::Query, row, from, to: from };
             }
             let is_key = n < queries + heads;
             let (kind, h) = if is_key { (Kind::Key, n - queries) } else { (Kind::Value, n - queries - heads) };
             let (operand, cache) = if is_key { (slot::K, slot::K_CACHE) } else { (slot::V, slot::V_CACHE) };
-            let (from, to) = (start(operand, [first + row, h], [0, 1]), start(cache, [h, pos + row], [0, 1]));
+            let (from, to) = (start(operand, 4, [first + row, h], [0, 1]), start(cache, 2, [pos + row, h], [1, 0]));
             Head { kind, row, from, to }
         };
         let ask = |head: &Head| -> Words {
@@ -144,16 +144,17 @@ unsafe fn turn_rows(p: &Params, call: &Call<'_>, block: &Block, [first, count]: 
         };
         // The first head's elements are on their way while the table is made.
         let nothing = Head { kind: Kind::Value, row: 0, from: core::ptr::null(), to: core::ptr::null_mut() };
-        let mut unit = thread >> shift;
-        let next = |unit: u32| {
-            if has_some & (unit < units) {
-                let head = find(unit);
+        let (mut unit, apart) = (thread >> shift, block.threads >> shift);
+        let [[rows_apart, heads_apart], [mut row, mut n]] = [apart, unit].map(|unit| [unit / of_row, unit % of_row]);
+        let next = |row: u32, n: u32| {
+            if has_some & (row < count) {
+                let head = find(row, n);
                 (head, ask(&head))
             } else {
                 (nothing, [[0; 4]; 4])
             }
         };
-        let (mut head, mut words): (Head, Words) = next(unit);
+        let (mut head, mut words): (Head, Words) = next(row, n);
         let (norms, angles) = (FREE_SHARED, FREE_SHARED + 2 * d);
         table(p, call, Block { thread, ..*block }, [norms, angles], [pos, count]);
         block.sync();
@@ -163,8 +164,12 @@ unsafe fn turn_rows(p: &Params, call: &Call<'_>, block: &Block, [first, count]: 
         // Whole warps.
         while unit - ((thread % WARP) >> shift) < units {
             let (is_there, of, x) = (has_some & (unit < units), head, words);
-            unit += block.threads >> shift;
-            (head, words) = next(unit);
+            unit += apart;
+            (row, n) = (row + rows_apart, n + heads_apart);
+            if n >= of_row {
+                (row, n) = (row + 1, n - of_row);
+            }
+            (head, words) = next(row, n);
             let is_key = of.kind == Kind::Key;
             let mut x = x.map(|four| four.map(f32::from_bits));
             let mut scale = 1.0;
@@ -192,15 +197,15 @@ unsafe fn turn_rows(p: &Params, call: &Call<'_>, block: &Block, [first, count]: 
                 }
             }
             warp::sync();
-            if is_there {
+            if is_there && of.kind == Kind::Query {
                 for n in 0..4 {
-                    if of.kind == Kind::Query {
-                        memory::store16(of.to.wrapping_add(4 * places[n] as usize), x[n].map(f32::to_bits));
-                    } else {
-                        let [low, high] = [[x[n][0], x[n][1]], [x[n][2], x[n][3]]]
-                            .map(|[a, b]| u64::from(scalar::f32_to_bf16_pair(a, b)));
-                        memory::store(of.to.wrapping_add(2 * places[n] as usize).cast::<u64>(), low | high << 32);
-                    }
+                    memory::store16(of.to.wrapping_add(4 * places[n] as usize), x[n].map(f32::to_bits));
+                }
+            } else if is_there {
+                for n in 0..4 {
+                    let [low, high] = [[x[n][0], x[n][1]], [x[n][2], x[n][3]]]
+                        .map(|[a, b]| u64::from(scalar::f32_to_bf16_pair(a, b)));
+                    memory::store(of.to.wrapping_add(2 * places[n] as usize).cast::<u64>(), low | high << 32);
                 }
             }
         }

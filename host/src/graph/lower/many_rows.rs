@@ -14,7 +14,6 @@
 use super::*;
 use crate::machine::part;
 use perpetua_device::kernels::{AttentionMerge, DecodeAttention, GatedLinear, Linear, RmsNorm, rms_norm};
-use perpetua_shared::launch::TASK_THREADS;
 
 /// Sides of the parts that a product's body computes at once: rows of x, and of the weights. See the device's `gpu::warpgroup`.
 const SHAPES: [[u64; 2]; 5] = [[64, 16], [64, 32], [64, 64], [64, 128], [128, 128]];
@@ -93,9 +92,9 @@ fn shares_of(table: &TensorTable, op: &Operator, blocks: u32, few: Option<u32>, 
     let merges = cut_evenly(workers).next().unwrap_or(1);
     let read = |blocks: u32, n: u32| {
         let rows = rows as u64 / u64::from(blocks);
-        let [at_once, waited] = if few.is_some() { [few_rows::QUERIES_AT_ONCE, 1] } else { [QUERIES_AT_ONCE, WAITED] };
+        let at_once = if few.is_some() { few_rows::QUERIES_AT_ONCE } else { QUERIES_AT_ONCE };
         let ways = (rows * group as u64).div_ceil(at_once);
-        head_bytes * waited * ways / u64::from(n) + if n > 1 { rows * found_bytes } else { 0 }
+        head_bytes * ways / u64::from(n) + if n > 1 { rows * found_bytes } else { 0 }
     };
     let merge = |n: u32| u64::from(n) * found_bytes * rows as u64 / u64::from(merges) + target.hop_bytes;
     let most =
@@ -106,12 +105,8 @@ fn shares_of(table: &TensorTable, op: &Operator, blocks: u32, few: Option<u32>, 
     (read(best.blocks, best.n) + merge(best.n) < read(blocks, 1)).then_some(best)
 }
 
-/// What attention of several rows takes for keys and values, in times what these take to come from L2: by the counter 1,850 cycles for a block of
-/// 16 KiB, which is mostly one thing waiting for another, however many of its warps have queries.
-const WAITED: u64 = 6;
-
-/// Queries that attention of several rows takes together: sixteen for each of a block's warps. See the device's `attention`.
-const QUERIES_AT_ONCE: u64 = 16 * (TASK_THREADS / 32) as u64;
+/// Queries that attention of several rows takes together: a warpgroup's. Keys and values take about as long there as to come from L2. See the device's `attention`.
+const QUERIES_AT_ONCE: u64 = 64;
 
 /// Cuts attention along positions, where that is better: see [`shares_of`].
 fn share_positions(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: &Target) {
