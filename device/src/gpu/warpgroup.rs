@@ -452,21 +452,21 @@ fn stage_of(step: u32) -> u32 {
 
 /// Which columns are copied: 64 from `first` on, as far as they are below `k`.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Columns {
-    pub(crate) first: u32,
-    pub(crate) k: u32,
+struct Columns {
+    first: u32,
+    k: u32,
     /// Whether nothing of this part has been where they go.
-    pub(crate) is_new: bool,
+    is_new: bool,
 }
 
 /// A thread of a warp that does not multiply: it copies the same sixteen bytes of a row, of every so many rows of 64 columns.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Copier {
     /// Its first row, and which sixteen bytes.
-    row: u32,
-    chunk: u32,
-    /// How many rows its next is after.
-    apart: u32,
+    pub(crate) row: u32,
+    pub(crate) chunk: u32,
+    /// How many rows its next is after, a multiple of four.
+    pub(crate) apart: u32,
 }
 
 impl Copier {
@@ -477,7 +477,7 @@ impl Copier {
     }
 
     /// Which rows and bytes of `rows` are the thread's: from its first row on, or the last there is.
-    pub(crate) fn own(&self, rows: Rows) -> Rows {
+    fn own(&self, rows: Rows) -> Rows {
         let row = self.row.min(rows.count.saturating_sub(1));
         Rows { from: rows.from.wrapping_add(row as usize * rows.apart + 16 * self.chunk as usize), ..rows }
     }
@@ -493,7 +493,7 @@ impl Copier {
     ///
     /// PERF: a row is a choice, an address and the copy, and none waits for another's. With a pointer that went from row to row, and comparisons for each
     /// row, a step of 128 x 128 took its copying warps twice as long as the tensor cores take for its products.
-    pub(crate) unsafe fn rows(&self, rows: &Rows, at: Columns, to: u32, n: u32) {
+    unsafe fn rows(&self, rows: &Rows, at: Columns, to: u32, n: u32) {
         let from = rows.from.wrapping_add(2 * at.first as usize);
         let is_there = rows.count > 0 && at.first + 8 * self.chunk < at.k;
         // Neighbours of eight rows lie in turn, and the thread's next row is a multiple of four later.

@@ -23,8 +23,8 @@ use crate::arch::scalar::{exp2, f32_to_bf16_pair, reciprocal};
 use crate::arch::warpgroup::{self, Matrix, Sums, Transposed, place};
 use crate::arch::{bulk, each_of_four, memory, warp};
 use crate::gpu::tile::{Rows, eights_at, where_in_window, window_from};
-use crate::gpu::warpgroup::{Columns, Copier, MULTIPLYING, Rows as Lying, THREADS};
-use crate::gpu::{Call, Row, Tensor};
+use crate::gpu::warpgroup::{Copier, MULTIPLYING, THREADS};
+use crate::gpu::{Call, Tensor};
 
 /// Rows of queries, and positions of a block.
 const ROWS: u32 = warpgroup::M;
@@ -114,24 +114,23 @@ impl Queries<'_> {
         unsafe { self.call.tensor(memory::opaque_word(operand as u32) as usize) }
     }
 
-    /// Which of the pass's rows, and of the group, row `m` is, or the last one.
-    fn row_of(&self, m: u32) -> [u32; 2] {
-        let m = m.min(self.count - 1);
+    /// How many query heads share the key/value head, and what a number is multiplied by to be divided by it.
+    fn group(&self) -> (u32, f32) {
         let group = self.operand(slot::Q).extent(2);
+        (group, reciprocal(group as f32))
+    }
+
+    /// Which of the pass's rows, and of the group, row `m` is, or the last one.
+    fn row_of(&self, m: u32, (group, part): (u32, f32)) -> [u32; 2] {
+        let m = m.min(self.count - 1);
         // SAFETY: a group has heads.
-        let r = unsafe { quotient(m, group, reciprocal(group as f32)) };
+        let r = unsafe { quotient(m, group, part) };
         [r, m - r * group]
     }
 
-    /// Row `m` of operand `operand`, q or y.
-    fn row(&self, operand: usize, m: u32) -> Row {
-        let [r, g] = self.row_of(m);
-        self.operand(operand).row([r, self.head, g])
-    }
-
     /// How many positions, from the first on and as if there were no end of them, row `m` sees, or the last one; of them the last [`window`](Queries::window).
-    fn seen(&self, m: u32) -> u32 {
-        self.call.first_pos() + self.call.row_first() + self.row_of(m)[0] + 1 + self.p.ahead
+    fn seen(&self, m: u32, group: (u32, f32)) -> u32 {
+        self.call.first_pos() + self.call.row_first() + self.row_of(m, group)[0] + 1 + self.p.ahead
     }
 
     fn window(&self) -> u32 {
@@ -145,8 +144,9 @@ impl Queries<'_> {
     unsafe fn attend(&self, block: &Block) {
         let mut first = 0;
         while first < self.count {
-            let from = window_from(self.seen(first), self.window(), BLOCK).max(self.share[0]);
-            let end = self.seen(first + ROWS - 1).min(self.share[1]).max(from);
+            let group = self.group();
+            let from = window_from(self.seen(first, group), self.window(), BLOCK).max(self.share[0]);
+            let end = self.seen(first + ROWS - 1, group).min(self.share[1]).max(from);
             // A share without positions is a block of none.
             let steps = (end - from).div_ceil(BLOCK).max(1);
             // SAFETY: the caller's promise; all threads have the same numbers.
@@ -165,12 +165,18 @@ impl Queries<'_> {
     }
 
     /// What a thread that copies does, of positions `from` to `end`.
+    ///
+    /// PERF: whoever copies has a row's four pieces at a time, of keys and values and of both halves of their columns, from one choice of the row: a block is no more
+    /// than six rounds. With a matrix after the other it took longer than the tensor cores' products.
     unsafe fn copy(&self, block: &Block, [from, end]: [u32; 2], steps: u32) {
-        let (by, mut step, mut stage) = (Copier::of(block), 0, 0);
+        let Copier { row: first_row, chunk, apart } = Copier::of(block);
         let [k, v] = [slot::K, slot::V].map(|operand| Head::new(&self.operand(operand), self.head));
-        let own = |head: &Head, at: u32| {
-            by.own(Lying { from: head.row(at).start(), apart: head.bytes_apart(), count: end - at })
-        };
+        let own = |head: &Head| head.row(from).start().wrapping_add(16 * chunk as usize);
+        let (mut k_at, mut v_at) = (own(&k), own(&v));
+        let (first_half, second_half) = (8 * chunk < self.d, 64 + 8 * chunk < self.d);
+        // Neighbours of eight rows lie in turn, and the thread's next row is a multiple of four later.
+        let turned = apart % 8 / 4 * 64;
+        let (mut step, mut stage) = (0, 0);
         // SAFETY: rows of the cache; a stage is copied to once all have met after the last product of what it had.
         unsafe {
             while step < AHEAD + steps {
@@ -180,19 +186,23 @@ impl Queries<'_> {
                     block.sync();
                 }
                 if step < steps {
-                    let at = from + step * BLOCK;
-                    let begin = |head: &Head, mut to: u32| {
-                        let (rows, mut first) = (own(head, at), 0);
-                        // What is beyond a head's dimensions is zero from the first blocks on.
-                        let end = if step < STAGES { 128 } else { self.d };
-                        while first < end {
-                            by.rows(&rows, Columns { first, k: self.d, is_new: step < STAGES }, to, BLOCK);
-                            (first, to) = (first + 64, to + MATRIX);
-                        }
-                    };
-                    let keys = stage_at(stage);
-                    begin(&k, keys);
-                    begin(&v, keys + 2 * MATRIX);
+                    let left = end - from - step * BLOCK;
+                    // Behind the last position is that one again, which nobody sees.
+                    let (is_there, last) = (left > 0, left.saturating_sub(1));
+                    let (mut row, mut to) = (first_row, stage_at(stage) + place(first_row, chunk));
+                    while row < BLOCK {
+                        let of = |at: *const u8, head: &Head| {
+                            at.wrapping_add((u64::from(row.min(last)) * head.bytes_apart() as u64) as usize)
+                        };
+                        let (k_from, v_from) = (of(k_at, &k), of(v_at, &v));
+                        copy::sixteen(to, k_from, is_there & first_half);
+                        copy::sixteen(to + MATRIX, k_from.wrapping_add(128), is_there & second_half);
+                        copy::sixteen(to + 2 * MATRIX, v_from, is_there & first_half);
+                        copy::sixteen(to + 3 * MATRIX, v_from.wrapping_add(128), is_there & second_half);
+                        (row, to) = (row + apart, (to ^ turned) + apart * warpgroup::ROW);
+                    }
+                    let block_of = |head: &Head| BLOCK as usize * head.bytes_apart();
+                    (k_at, v_at) = (k_at.wrapping_add(block_of(&k)), v_at.wrapping_add(block_of(&v)));
                 }
                 copy::commit();
                 stage = if stage + 1 < STAGES { stage + 1 } else { 0 };
@@ -205,13 +215,18 @@ impl Queries<'_> {
     /// Brings rows of queries from `first` on to the tiles: scaled, as bf16, zero where there are none.
     unsafe fn bring(&self, block: &Block, first: u32) {
         let (chunks, scale) = (16, self.p.scale * core::f32::consts::LOG2_E);
+        let (q, group) = (self.operand(slot::Q), self.group());
+        let row = |m: u32| {
+            let [r, g] = self.row_of(m, group);
+            q.row([r, self.head, g])
+        };
+        let rows = Rows { row, count: self.count, columns: self.d };
         let mut unit = block.thread;
         while unit < ROWS * chunks {
             // Four at a time, each of eight elements.
             let units = [unit, unit + THREADS, unit + 2 * THREADS, unit + 3 * THREADS];
             // SAFETY: the rows' (caller); the words are this thread's.
             unsafe {
-                let rows = Rows { row: |m| self.row(slot::Q, m), count: self.count, columns: self.d };
                 let eights = eights_at(&rows, units.map(|unit| (first + unit / chunks, unit % chunks * 8)));
                 for i in 0..4 {
                     let [a, b, c, d, e, f, g, h] = eights[i].map(|x| x * scale);
@@ -247,9 +262,10 @@ impl Queries<'_> {
         let block = &Block { thread: memory::opaque_word(block.thread), ..*block };
         let (warp, lane) = (block.warp(), block.lane());
         let rows = [first + 16 * warp + lane / 4, first + 16 * warp + lane / 4 + 8];
-        let (window, seen_by) = (self.window(), rows.map(|row| self.seen(row)));
+        let group = self.group();
+        let (window, seen_by) = (self.window(), rows.map(|row| self.seen(row, group)));
         // Positions that all of the warp's rows see.
-        let of_all = (self.seen(first + 16 * warp), self.seen(first + 16 * warp + 15));
+        let of_all = (self.seen(first + 16 * warp, group), self.seen(first + 16 * warp + 15, group));
         let (all_from, all_end) = (of_all.1.saturating_sub(window), of_all.0.min(self.share[1]));
         // SAFETY: the caller's promises; matrices are read once all have met after they were written, fenced.
         unsafe {
@@ -310,12 +326,10 @@ impl Queries<'_> {
             sums = adding.take();
             total = across(total, |a, b| a + b);
             let is_share = self.p.splits > 1;
+            let (y, group) = (self.operand(slot::Y), self.group());
             let of = rows.map(|row| {
-                if is_share {
-                    self.operand(slot::Y).row([self.head, 0, row.min(self.count - 1)])
-                } else {
-                    self.row(slot::Y, row)
-                }
+                let [r, g] = self.row_of(row, group);
+                if is_share { y.row([self.head, 0, r * group.0 + g]) } else { y.row([r, self.head, g]) }
             });
             let t = memory::opaque_word(lane) % 4;
             let (mut factor, mut to) = ([reciprocal(total[0]), reciprocal(total[1])], 0);
