@@ -71,6 +71,11 @@ impl Fours {
         r.map(|r| self.start.wrapping_add((u64::from(r) * apart) as usize))
     }
 
+    /// Where, of a row's that are at `place`, number `column` is.
+    fn one(&self, place: *mut u8, column: usize) -> *mut u8 {
+        place.wrapping_add(column * if self.dtype == F32 { 4 } else { 2 })
+    }
+
     /// Those of rows `r`, all of them asked for before the first is looked at; zero where there are none.
     ///
     /// # Safety
@@ -94,11 +99,10 @@ impl Fours {
                 fours = places.map(|place| memory::load16(place)).map(|four| four.map(f32::from_bits));
             } else {
                 cold_path();
-                let apart = if self.dtype == F32 { 4 } else { 2 };
                 for i in 0..R {
                     for column in 0..4 {
                         if (column as u32) < self.there {
-                            fours[i][column] = load(self.dtype, places[i].wrapping_add(column * apart));
+                            fours[i][column] = load(self.dtype, self.one(places[i], column));
                         }
                     }
                 }
@@ -131,11 +135,10 @@ impl Fours {
                 }
                 Form::Others => {
                     cold_path();
-                    let apart = if self.dtype == F32 { 4 } else { 2 };
                     for i in 0..R {
                         for column in 0..4 {
                             if (column as u32) < self.there {
-                                store(self.dtype, places[i].wrapping_add(column * apart), fours[i][column]);
+                                store(self.dtype, self.one(places[i], column), fours[i][column]);
                             }
                         }
                     }
