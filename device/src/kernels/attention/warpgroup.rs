@@ -344,9 +344,9 @@ impl Queries<'_> {
                 });
             }
             of_groups!(64: group, i => {
-                let (half, column) = (i / 2, 8 * group as u32 + 2 * t);
-                if i.is_multiple_of(2) && column < self.d && rows[half] < self.count {
-                    let at = 4 * group + i;
+                let (half, column) = (i % 2, 8 * group as u32 + 2 * t);
+                if i < 2 && column < self.d && rows[half] < self.count {
+                    let at = 4 * group + 2 * half;
                     of[half].set_two(to + column, [sums[at] * factor[half], sums[at + 1] * factor[half]]);
                 }
             });
