@@ -15,7 +15,6 @@ use crate::block::FREE_SHARED;
 use crate::gpu::math::{exp, larger};
 use crate::gpu::rows::singles;
 use crate::gpu::tile::{Rows, within};
-use crate::gpu::warpgroup::has_room;
 use crate::gpu::{BF16, F32, Row, Tensor};
 
 /// Dimensions a lane accumulates: a slice is 256 wide.
@@ -238,7 +237,7 @@ unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> b
         if !is_fit || count < MANY || !are_whole {
             return false;
         }
-        if p.is_beside_tiles == 0 && has_room(call, block) {
+        if warpgroup::is_for(p, call, block) {
             warpgroup::attend(p, call, block);
             return true;
         }

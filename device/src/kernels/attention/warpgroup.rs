@@ -23,8 +23,8 @@ use crate::arch::scalar::{exp2, f32_to_bf16_pair, reciprocal};
 use crate::arch::warpgroup::{self, Matrix, Sums, Transposed, place};
 use crate::arch::{bulk, each_of_four, memory, warp};
 use crate::gpu::tile::{Rows, eights_at, where_in_window, window_from};
-use crate::gpu::warpgroup::{Copier, MULTIPLYING, THREADS};
-use crate::gpu::{Call, Tensor};
+use crate::gpu::warpgroup::{Copier, MULTIPLYING, THREADS, has_room};
+use crate::gpu::{BF16, Call, F32, Row, Tensor};
 
 /// Rows of queries, and positions of a block.
 const ROWS: u32 = warpgroup::M;
@@ -75,11 +75,21 @@ unsafe fn across(of: [f32; 2], f: impl Fn(f32, f32) -> f32) -> [f32; 2] {
     [f(a, other(a, 2)), f(b, other(b, 2))]
 }
 
-/// Attends to all heads of the call, whose keys and values are bf16.
+/// Whether [`attend`] is for this call, whose keys and values are bf16.
 ///
 /// # Safety
-/// Every thread of the block makes this same call, a block that [has room](crate::gpu::warpgroup::has_room); the operands are [`Attention`]'s, with rows of
-/// whole eights that begin on sixteen bytes, and at most 128 dimensions. The tiles' memory is nobody's.
+/// The operands are [`Attention`]'s.
+pub(super) unsafe fn is_for(p: &Params, call: &Call<'_>, block: &Block) -> bool {
+    // SAFETY: the caller's promise.
+    let y = unsafe { call.tensor(slot::Y) }.dtype();
+    p.is_beside_tiles == 0 && (y == BF16 || y == F32) && has_room(call, block)
+}
+
+/// Attends to all heads of the call.
+///
+/// # Safety
+/// Every thread of the block makes this same call, and [`is_for`] is so; the operands are [`Attention`]'s, with rows of whole eights that begin on sixteen bytes, and
+/// at most 128 dimensions.
 pub(super) unsafe fn attend(p: &Params, call: &Call<'_>, block: &Block) {
     // SAFETY: the caller's promises.
     unsafe {
@@ -343,13 +353,28 @@ impl Queries<'_> {
                     }
                 });
             }
-            of_groups!(64: group, i => {
-                let (half, column) = (i % 2, 8 * group as u32 + 2 * t);
-                if i < 2 && column < self.d && rows[half] < self.count {
-                    let at = 4 * group + 2 * half;
-                    of[half].set_two(to + column, [sums[at] * factor[half], sums[at + 1] * factor[half]]);
-                }
-            });
+            // What they are written as is asked once for all.
+            macro_rules! put_all {
+                ($put:expr) => {
+                    of_groups!(64: group, i => {
+                        let (half, column) = (i % 2, 8 * group as u32 + 2 * t);
+                        if i < 2 && column < self.d && rows[half] < self.count {
+                            let at = 4 * group + 2 * half;
+                            $put(&of[half], to + column, [sums[at] * factor[half], sums[at + 1] * factor[half]]);
+                        }
+                    });
+                };
+            }
+            if y.dtype() == BF16 {
+                put_all!(|row: &Row, at: u32, [a, b]: [f32; 2]| {
+                    memory::store(row.at(0).wrapping_add(2 * at as usize).cast(), f32_to_bf16_pair(a, b));
+                });
+            } else {
+                put_all!(|row: &Row, at: u32, [a, b]: [f32; 2]| {
+                    let two = u64::from(a.to_bits()) | u64::from(b.to_bits()) << 32;
+                    memory::store(row.at(0).wrapping_add(4 * at as usize).cast(), two);
+                });
+            }
         }
     }
 }
