@@ -695,7 +695,7 @@ judged! {
     norms: 30,
     embedding: 20,
     elementwise_select_pool: 40,
-    rope: 30,
+    rope: 150,
     attention: 24,
     attention_of_few: 40,
     attention_of_many: 16,
@@ -1279,12 +1279,13 @@ fn attention(random: &mut Random, round: usize) {
 fn attention_of_many(random: &mut Random, round: usize) {
     let (rows, heads, group) = (15 + random.one_to(50), random.one_to(2), random.one_to(3));
     let d = 8 * random.one_to([8, 16][round % 2]);
-    // The longest has more blocks than memory has stages.
-    let context = [90, 300, 90, 620][round / 2 % 4];
-    let splits = if round % 3 == 2 { 1 + random.one_to(9) } else { 1 };
+    // Now and then more blocks than memory has stages.
+    let is_long = round % 8 == 7;
+    let context = if is_long { 900 } else { [90, 300][round / 2 % 2] };
+    let splits = if round % 3 == 2 && !is_long { 1 + random.one_to(9) } else { 1 };
     let [window, ahead] = if splits > 1 { [attention::ALL, 0] } else { random.seen(150) };
     // Among tiles of others, or none.
-    let is_beside_tiles = random.below(2);
+    let is_beside_tiles = if is_long { 0 } else { random.below(2) };
     let scale = core::f32::consts::LN_2 / 2.0;
     let params = attention::Params { scale, window, ahead, splits, is_beside_tiles, ..Default::default() };
     let mut case = Case::new::<Attention>(params);
@@ -1294,6 +1295,9 @@ fn attention_of_many(random: &mut Random, round: usize) {
     }
     case.row_first = random.below(3);
     case.step.first_pos = random.below(context - rows - 4);
+    if is_long {
+        case.step.first_pos = 600 + random.below(200);
+    }
     case.step.rows = case.row_first + random.one_to(rows);
     let visible = case.step.first_pos + case.step.rows;
     let dtype = random.dtype();
