@@ -310,17 +310,19 @@ impl Queries<'_> {
                 new = across(new, f32::max);
                 let factor = [exp2(max[0] - new[0]), exp2(max[1] - new[1])];
                 (max, total) = (new, [total[0] * factor[0], total[1] * factor[1]]);
-                // All weights before their products begin, between which no instruction may write registers that they read.
-                let mut weights = [0; 16];
                 of_groups!(32: group, i => {
                     let of = 4 * group + i;
                     scores[of] = exp2(scores[of] - max[i / 2]);
                     total[i / 2] += scores[of];
-                    if i % 2 == 1 {
-                        weights[of / 2] = memory::opaque_word(f32_to_bf16_pair(scores[of - 1], scores[of]));
-                    }
                 });
+                // The products that read the weights before are done: nobody may write these registers sooner. And all weights before the next
+                // products begin, between which no instruction may write what they read.
                 sums = adding.take();
+                let mut weights = [0; 16];
+                of_groups!(32: group, i => if i % 2 == 1 {
+                    let of = 4 * group + i;
+                    weights[of / 2] = memory::opaque_word(f32_to_bf16_pair(scores[of - 1], scores[of]));
+                });
                 scores = next.take();
                 of_groups!(64: group, i => sums[4 * group + i] *= factor[i / 2]);
                 adding = Sums::of(sums);
