@@ -25,8 +25,8 @@ const COPIES: &str = "perpetua_probe_copy";
 /// before those that merge asked for splits of an attention while they merge others, 253 before what is seldom run lay elsewhere, 250 before flagged elements were looked at in one place,
 /// which is less code; 254 before functions were left to LLVM to inline, each simplified by then; 250 before who takes a tile looked once whether it is there, and measured
 /// only where it is not, which is fewer cycles and less code, and 254 before many rows' products found their outputs' operands once; 249 before
-/// the words of global memory that workers share were found by the launch's parameters each time.)
-const REGISTERS: u32 = 248;
+/// a prompt's attention was a warpgroup's, whose weights wait in registers of their own for the products that read those before.)
+const REGISTERS: u32 = 252;
 
 /// Barriers, two to a reduction: the start 1; triggers 2; tasks without triggers 1; a task that is fetched, in its turn or just in
 /// time, 4: the record, and what a batch's sequence sees and has of it; attention 17 (parts 2; of few queries 3; of many rows 2, for 64 dimensions and for 128, and of a share of the positions likewise; by a warpgroup the first block's and the next ones', those who copy one, and an end); rope 2 (what all heads of some rows are turned by, and the next rows'); advance 4 (what a pass that verifies drafts has chosen, what is asked, and the best place 2); decode_attention 5 (heads, the turned queries, parts of a group's; of one by one 2); rms_norm 2, where a row is alone; linear 45 and
