@@ -469,7 +469,7 @@ impl Body for BlockBody<'_> {
 /// `n_workers` blocks of `BLOCK_THREADS` threads, all of them resident.
 pub unsafe fn worker(params: LaunchBlock) {
     let image = DeviceImage { params };
-    let sync = Gpu { params: image.params, patience: 1 };
+    let sync = Gpu::new(image.params);
     let worker = WorkerId(thread::block_idx());
     let (block, threads) = (Block::here(), thread::block_dim());
     let thread = block.thread;
@@ -518,7 +518,7 @@ pub unsafe fn worker(params: LaunchBlock) {
 /// another; and whatever those tasks wait on has run in launches that have ended.
 pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
     let image = DeviceImage { params };
-    let sync = Gpu { params: image.params, patience: 1 };
+    let sync = Gpu::new(image.params);
     let worker = WorkerId(thread::block_idx());
     let (block, threads) = (Block::here(), thread::block_dim());
     let thread = block.thread;
@@ -566,7 +566,7 @@ pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
 pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: LaunchBlock, id: u32) {
     let image = DeviceImage { params };
     let (worker, block) = (WorkerId(0), Block::here());
-    let sync = Gpu { params: image.params, patience: 1 };
+    let sync = Gpu::new(image.params);
     let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread), next: 0 };
     let step = crate::sync::Sync::step(&sync);
     // SAFETY: the caller's promise.

@@ -168,11 +168,16 @@ fn bulk_copies_land_before_their_phase_is_over() {
     assert!(what(run("", &odd, 32, 0, &mut [0; 32]).expect_err("refused")).contains("not all multiples of 16"));
 }
 
+/// The registers of a thread's sums of a product 64 columns wide.
+fn sums_of_64() -> String {
+    let sums: Vec<String> = (100..132).map(|at| format!("%r{at}")).collect();
+    sums.join(", ")
+}
+
 /// Sums are in their registers once they have been waited for, and not before.
 #[test]
 fn sums_of_a_warpgroup_are_there_when_waited_for() {
-    let sums: Vec<String> = (100..132).map(|at| format!("%r{at}")).collect();
-    let sums = sums.join(", ");
+    let sums = sums_of_64();
     let zero: String = (100..132).map(|at| format!("mov.b32 %r{at}, 0f3F000000;\n")).collect();
     // Both matrices are 64 rows of 16 ones, without swizzle: core matrices of 128 bytes, 128 and 256 apart.
     let fill = "mov.u32 %r2, words;\nshl.b32 %r3, %r1, 4;\nadd.s32 %r4, %r2, %r3;\nmov.b32 %r5, 0x3F803F80;\n\
@@ -202,8 +207,7 @@ fn sums_of_a_warpgroup_are_there_when_waited_for() {
 /// Of a transposed matrix n is innermost, and the other one stands in registers, which nobody may write before it is waited for.
 #[test]
 fn a_warpgroup_multiplies_registers_with_a_transposed_matrix() {
-    let sums: Vec<String> = (100..132).map(|at| format!("%r{at}")).collect();
-    let sums = sums.join(", ");
+    let sums = sums_of_64();
     let zero: String = (100..132).map(|at| format!("mov.b32 %r{at}, 0;\n")).collect();
     // Row k of the matrix, 128 bytes, is 2^(k / 8) everywhere, so that its swizzle moves equals; a is all ones but for rows g + 8 of columns 8 and on.
     let fill = "mov.u32 %r2, words;\nshl.b32 %r3, %r1, 4;\nadd.s32 %r4, %r2, %r3;\nmov.b32 %r5, 0x3F803F80;\n\
@@ -341,10 +345,9 @@ fn machine_code_goes_in_its_order_and_waits_as_it_says() {
 
 #[test]
 fn a_warpgroups_products_are_waited_for_where_the_code_says_so() {
-    let sums: Vec<String> = (100..132).map(|at| format!("%r{at}")).collect();
     let product = format!(
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {{{}}}, %rd7, %rd7, 1, 1, 1, 0, 0;\n",
-        sums.join(", ")
+        sums_of_64()
     );
     let (fence, commit) = ("wgmma.fence.sync.aligned;\n", "wgmma.commit_group.sync.aligned;\n");
     let matrix = "cvt.u64.u32 %rd4, %r190;\nshr.u64 %rd5, %rd4, 4;\nmov.b64 %rd6, 0x0000001000080000;\nor.b64 %rd7, %rd5, %rd6;\n";

@@ -19,7 +19,7 @@ use bytemuck::Zeroable;
 use perpetua_shared::control::{Control, NO_PROGRAM};
 use perpetua_shared::dtype::Q4_BLOCK;
 use perpetua_shared::image::{ProgramDesc, TOKEN_LOOP, VERIFIES};
-use perpetua_shared::launch::{LaunchParams, TILE_BARRIERS, TILE_BYTES};
+use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::task::Operand;
 use perpetua_shared::{BindingId, DType, DataOp, Fault, FaultCode, PrefetchOp, Step, TaskDesc, TaskFlags, flag};
 
@@ -511,11 +511,9 @@ impl Case {
             let turn = turn_of(&task, &self.operands, &bindings);
             allocations.push(descriptors(&turn));
             let n_data = self.data.len() as u32;
-            // A block without others has a fault record, and nothing to wait for.
-            let params =
-                LaunchParams { fault: record.expose_provenance() as u64, timeout_ns: u64::MAX, ..Zeroable::zeroed() };
+            let params = Gpu::params_alone(record);
             // SAFETY: a launch without events, which outlives it.
-            let gpu = Gpu { params: unsafe { LaunchBlock::new(&params) }, patience: 1 };
+            let gpu = Gpu::new(unsafe { LaunchBlock::new(&params) });
             let lists = OneList { data: &self.data, bindings: table };
             let launched = launch(&options, allocations, || {
                 let (me, block) = (thread::thread_idx(), Block { thread: thread::thread_idx(), threads });

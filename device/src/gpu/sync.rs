@@ -32,6 +32,18 @@ const POLLS_PER_LOOK: u32 = 64;
 const FIRST_LOOK: u32 = 8;
 
 impl Gpu {
+    /// That of the launch that `params` are.
+    pub(crate) fn new(params: LaunchBlock) -> Gpu {
+        Gpu { params, patience: 1 }
+    }
+
+    /// The parameters of a block without others, which has a fault record and nothing to wait for.
+    #[cfg(test)]
+    pub(crate) fn params_alone(fault: *mut Fault) -> perpetua_shared::launch::LaunchParams {
+        let fault = fault.expose_provenance() as u64;
+        perpetua_shared::launch::LaunchParams { fault, timeout_ns: u64::MAX, ..bytemuck::Zeroable::zeroed() }
+    }
+
     /// Event counters, then the queue of just-in-time tasks.
     fn counters(&self) -> *mut u32 {
         core::ptr::with_exposed_provenance_mut(param!(self.params, counters) as usize)

@@ -700,10 +700,8 @@ mod tests {
     use super::*;
     use crate::arch::LaunchBlock;
     use crate::arch::simt::{Access, Allocation, Options, launch};
-    use bytemuck::Zeroable;
     use core::cell::RefCell;
     use perpetua_shared::Fault;
-    use perpetua_shared::launch::LaunchParams;
 
     /// A pass whose worker has tasks, but no tiles.
     struct Paced<'a> {
@@ -763,13 +761,9 @@ mod tests {
                     Allocation::new("ops", ops.as_ptr().cast_mut().cast(), size_of_val(&ops), Access::Constant),
                 ]
             };
-            let params = LaunchParams {
-                fault: (&raw mut fault).expose_provenance() as u64,
-                timeout_ns: u64::MAX,
-                ..Zeroable::zeroed()
-            };
+            let params = Gpu::params_alone(&raw mut fault);
             // SAFETY: a launch without events, which outlives it.
-            let gpu = Gpu { params: unsafe { LaunchBlock::new(&params) }, patience: 1 };
+            let gpu = Gpu::new(unsafe { LaunchBlock::new(&params) });
             let lists = Paced { ops: &ops, pace: &raw mut pace, weights: weights.as_ptr().cast(), seen: &seen };
             let options = Options { service_warps: 1, tile_bytes: 128, ..Options::new(1, 32, seed) };
             let launched = launch(&options, allocations, || {

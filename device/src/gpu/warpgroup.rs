@@ -110,6 +110,13 @@ pub(crate) struct Rows {
     pub(crate) count: u32,
 }
 
+impl Rows {
+    /// The same, but that the first is where sixteen bytes `chunk` of row `row` are.
+    fn starting_at(self, row: u32, chunk: u32) -> Rows {
+        Rows { from: self.from.wrapping_add(row as usize * self.apart + 16 * chunk as usize), ..self }
+    }
+}
+
 /// Operand `x` and, from `w` on, the weights.
 #[derive(Clone, Copy)]
 struct InOrder<'a>(&'a Call<'a>);
@@ -478,8 +485,7 @@ impl Copier {
 
     /// Which rows and bytes of `rows` are the thread's: from its first row on, or the last there is.
     fn own(&self, rows: Rows) -> Rows {
-        let row = self.row.min(rows.count.saturating_sub(1));
-        Rows { from: rows.from.wrapping_add(row as usize * rows.apart + 16 * self.chunk as usize), ..rows }
+        rows.starting_at(self.row.min(rows.count.saturating_sub(1)), self.chunk)
     }
 
     /// Of weights in fewer bits: the first row, of which the next is twice as far as of bf16, and which quarter of a line.
@@ -563,17 +569,13 @@ impl<const N: usize> Copies<N> {
             let w: [Rows; N] = core::array::from_fn(|which| matrices.weights(which, place.n0, place.columns));
             let x = matrices.x(place.m0, place.rows);
             // Of gathered rows each says where it begins; of those in fewer bits the thread's may be beyond the last, of which nothing is copied.
-            let at = |rows: Rows, row: u32, chunk: u32| Rows {
-                from: rows.from.wrapping_add(row as usize * rows.apart + 16 * chunk as usize),
-                ..rows
-            };
-            let x = if A::GATHERED.is_some() { at(x, 0, by.chunk) } else { by.own(x) };
+            let x = if A::GATHERED.is_some() { x.starting_at(0, by.chunk) } else { by.own(x) };
             let w = w.map(|rows| {
                 if dtype == BF16 {
                     return by.own(rows);
                 }
                 let (row, chunk) = by.packed();
-                at(rows, row, chunk)
+                rows.starting_at(row, chunk)
             });
             Copies { by, x, w, dtype, k: matrices.k() }
         }
