@@ -25,6 +25,8 @@ pub(super) struct Groups {
     sums: Vec<Sums>,
     /// Products under way, in order.
     products: Vec<Product>,
+    /// Registers that products not yet waited for read, each with its product's group and what it held then.
+    read: Vec<(u64, Slot, Row)>,
 }
 
 #[derive(Debug)]
@@ -41,8 +43,8 @@ struct Product {
 #[derive(Clone, Debug)]
 enum Left {
     Shared(u64),
-    /// Registers of each warp, which nobody writes before the product is waited for: they are read when it is made.
-    Registers(Vec<Slot>),
+    /// What the registers of each warp hold, which nobody writes before the product is waited for.
+    Registers(Vec<Row>),
 }
 
 /// Sums that products are, or were, under way for.
@@ -171,12 +173,19 @@ impl Machine<'_> {
                         None => Ok(row[0]),
                     }
                 };
-                let left = if let [a] = a[..] { Left::Shared(one(a)?) } else { Left::Registers(a.clone()) };
+                let left = if let [a] = a[..] {
+                    Left::Shared(one(a)?)
+                } else {
+                    Left::Registers(a.iter().map(|slot| *warp.row(entry, *slot)).collect())
+                };
                 let right = one(*right)?;
                 if !warp.groups.is_fenced {
                     return Err("no wgmma.fence since sums were last waited for".to_owned());
                 }
                 let group = warp.groups.closed;
+                if let Left::Registers(rows) = &left {
+                    warp.groups.read.extend(a.iter().zip(rows).map(|(slot, row)| (group, *slot, *row)));
+                }
                 match warp.groups.sums.iter_mut().find(|sums| sums.slots == *d) {
                     Some(sums) => sums.last = group,
                     None => {
@@ -200,16 +209,25 @@ impl Machine<'_> {
                 let closed = self.blocks[b].warps[w].groups.closed;
                 let over = closed.saturating_sub(u64::from(*left));
                 self.multiply(b, w, over)?;
+                let entry = self.entry;
                 let warp = &mut self.blocks[b].warps[w];
-                let sums = std::mem::take(&mut warp.groups.sums);
-                let (there, rest): (Vec<_>, Vec<_>) = sums.into_iter().partition(|sums| sums.last < over);
-                warp.groups.sums = rest;
-                warp.groups.is_fenced &= there.is_empty();
-                for sums in there {
-                    for (slot, row) in sums.slots.iter().zip(&sums.rows) {
-                        warp.set(*slot, ALL, row);
+                let mut groups = std::mem::take(&mut warp.groups);
+                for (_, slot, row) in groups.read.extract_if(.., |(group, ..)| *group < over) {
+                    if *warp.row(entry, slot) != row {
+                        return Err(
+                            "a register that a product reads was written before the product was waited for".to_owned()
+                        );
                     }
                 }
+                let there: Vec<_> = groups.sums.extract_if(.., |sums| sums.last < over).collect();
+                groups.is_fenced &= there.is_empty();
+                for (slot, row) in there.iter().flat_map(|sums| sums.slots.iter().zip(&sums.rows)) {
+                    if *warp.row(entry, *slot) != NOT_THERE {
+                        return Err("a register of sums was written before its products were waited for".to_owned());
+                    }
+                    warp.set(*slot, ALL, row);
+                }
+                warp.groups = groups;
             }
             _ => unreachable!("not a tensor core's"),
         }
@@ -218,7 +236,7 @@ impl Machine<'_> {
 
     /// Does the warp's products of groups before `over`.
     fn multiply(&mut self, b: usize, w: usize, over: u64) -> Result<(), String> {
-        let (entry, block) = (self.entry, &mut self.blocks[b]);
+        let block = &mut self.blocks[b];
         let mut groups = std::mem::take(&mut block.warps[w].groups);
         let n = groups.products.iter().take_while(|product| product.group < over).count();
         for Product { first, a, b: right, is_transposed, .. } in groups.products.drain(..n) {
@@ -226,10 +244,10 @@ impl Machine<'_> {
             let rows = &mut sums.expect("sums stay until nothing is under way for them").rows;
             let left = match a {
                 Left::Shared(a) => matrix(block, a, 16 * (w as u64 % 4), 16, false)?,
-                Left::Registers(slots) => {
+                Left::Registers(rows) => {
                     let mut left = vec![[0.0; 16]; 16];
-                    for (n, slot) in slots.into_iter().enumerate() {
-                        for (lane, bits) in block.warps[w].row(entry, slot).iter().enumerate() {
+                    for (n, bits) in rows.iter().enumerate() {
+                        for (lane, bits) in bits.iter().enumerate() {
                             let (row, column) = (lane / 4 + 8 * (n % 2), 2 * (lane % 4) + 8 * (n / 2));
                             [left[row][column], left[row][column + 1]] = pair(*bits);
                         }
