@@ -278,12 +278,236 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
     }
 }
 
-/// sums[m][column of row j] = weights[j] . x[m], for `packed` rows (groups as [`group`] cuts them) and all weight rows.
+/// The order in which a group is multiplied with weight rows, and what is asked for meanwhile.
+trait Order<E>: Copy {
+    /// Rows, and of them whole tiles.
+    fn rows(&self) -> [usize; 2];
+    /// The rows of tile `p`, each with its column of the sums.
+    fn tile(&self, p: usize) -> [(*const E, usize); TILE_ROWS];
+    /// Row `j`, which is in no tile, and its column.
+    fn row(&self, j: usize) -> (*const E, usize);
+    /// Rows of which the lines are asked for that lie [`ahead`](Order::ahead) of those read of tile `p`.
+    fn asked(&self, p: usize) -> [*const E; TILE_ROWS];
+    /// Likewise while row `j` is read.
+    fn asked_row(&self, j: usize) -> *const E;
+    fn ahead(&self) -> usize {
+        0
+    }
+}
+
+/// Rows of [`Weights`] as these order them.
+struct Streams<'a, E> {
+    weights: &'a Weights<E>,
+    /// Those of the first tile, and from them to the next tile's.
+    first: [(*const E, usize); TILE_ROWS],
+    apart: [usize; TILE_ROWS],
+    /// How many lines on they are asked for in the same rows, or, where that is 0, how many tiles on.
+    ahead: usize,
+    tiles_on: usize,
+}
+
+impl<E> Clone for Streams<'_, E> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<E> Copy for Streams<'_, E> {}
+
+impl<'a, E> Streams<'a, E> {
+    /// Those of `weights`, of rows of `lines`, asked for `ahead` lines on.
+    fn of(weights: &'a Weights<E>, lines: usize, ahead: usize) -> Streams<'a, E> {
+        let matrix = |r: usize| if weights.paired { r / 2 } else { 0 };
+        Streams {
+            weights,
+            first: core::array::from_fn(|r| weights.row(if weights.streams() > 0 { r } else { 0 })),
+            apart: core::array::from_fn(|r| weights.stride[matrix(r)]),
+            // In a long row further on, and so at its end in the row that follows it in memory, which mostly comes next; in a
+            // short one at the same place of one that comes. To choose at every line costs more than what is asked for in vain.
+            ahead: if lines > ahead { ahead } else { 0 },
+            // Of short rows as many tiles on as have the lines, at least one.
+            //
+            // PERF: k = 1024 on one core that reads 35: 8 bits 30 -> 35 GB/s, 4 bits 26 -> 35 (AVX-512, Turin, 2026-11-25).
+            tiles_on: (ahead / lines.max(1)).max(1),
+        }
+    }
+}
+
+impl<E> Order<E> for Streams<'_, E> {
+    #[inline(always)]
+    fn rows(&self) -> [usize; 2] {
+        [self.weights.all_rows(), self.weights.streams()]
+    }
+    #[inline(always)]
+    fn tile(&self, p: usize) -> [(*const E, usize); TILE_ROWS] {
+        core::array::from_fn(|r| (self.first[r].0.wrapping_add(p * self.apart[r]), self.first[r].1 + p))
+    }
+    #[inline(always)]
+    fn row(&self, j: usize) -> (*const E, usize) {
+        self.weights.row(j)
+    }
+    #[inline(always)]
+    fn asked(&self, p: usize) -> [*const E; TILE_ROWS] {
+        let at = if self.ahead > 0 { p } else { (p + self.tiles_on).min(self.weights.streams() - 1) };
+        self.tile(at).map(|(row, _)| row)
+    }
+    #[inline(always)]
+    fn asked_row(&self, j: usize) -> *const E {
+        self.row(if self.ahead > 0 { j } else { (j + 1).min(self.weights.all_rows() - 1) }).0
+    }
+    #[inline(always)]
+    fn ahead(&self) -> usize {
+        self.ahead
+    }
+}
+
+/// Keys one after the other: `n`, `stride` apart. Meanwhile those are asked for that are `on` further on, as long as they are below `known`.
+#[derive(Clone, Copy)]
+struct Keys<E> {
+    first: *const E,
+    stride: usize,
+    n: usize,
+    on: usize,
+    known: usize,
+}
+
+impl<E: Copy> Order<E> for Keys<E> {
+    #[inline(always)]
+    fn rows(&self) -> [usize; 2] {
+        [self.n, self.n / TILE_ROWS]
+    }
+    #[inline(always)]
+    fn tile(&self, p: usize) -> [(*const E, usize); TILE_ROWS] {
+        core::array::from_fn(|r| self.row(TILE_ROWS * p + r))
+    }
+    #[inline(always)]
+    fn row(&self, j: usize) -> (*const E, usize) {
+        (self.first.wrapping_add(j * self.stride), j)
+    }
+    #[inline(always)]
+    fn asked(&self, p: usize) -> [*const E; TILE_ROWS] {
+        core::array::from_fn(|r| self.asked_row(TILE_ROWS * p + r))
+    }
+    #[inline(always)]
+    fn asked_row(&self, j: usize) -> *const E {
+        self.row(if j + self.on < self.known { j + self.on } else { j }).0
+    }
+}
+
+/// The tiles of all rows of weights and a packed group of `M` activation rows, one after the other.
+///
+/// PERF: a call for each tile, which looked for its rows, took as long as reading 1 KiB: bf16, k = 1024, on one core that reads 41: 30 -> 34 GB/s
+/// (AVX-512, Turin, 2026-11-30).
+struct Group<'a, S: Simd, D: Dot<S>, O, const M: usize> {
+    order: O,
+    k: usize,
+    x: *const f32,
+    sums: *mut f32,
+    sums_stride: usize,
+    next: &'a mut Next,
+    set: PhantomData<(S, D)>,
+}
+
+impl<S: Simd, D: Dot<S>, O: Order<D::Elem>, const M: usize> Leaf for Group<'_, S, D, O, M> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let Group { order, k, x, sums, sums_stride, next, .. } = self;
+        let ([n, tiles], ahead) = (order.rows(), order.ahead());
+        // SAFETY: the rows are readable, and what is `asked` for is only that; see the type.
+        unsafe {
+            let mut p = 0;
+            while p < tiles {
+                let (rows, asked) = (order.tile(p), order.asked(p));
+                let (w, columns) = (rows.map(|(w, _)| w), rows.map(|(_, column)| column));
+                Tile::<S, D, TILE_ROWS, M> { w, asked, ahead, columns, x, k, sums, sums_stride, set: PhantomData }
+                    .run();
+                next.ask::<S>();
+                p += 1;
+            }
+            let mut j = TILE_ROWS * tiles;
+            while j < n {
+                let ((w, column), asked) = (order.row(j), [order.asked_row(j)]);
+                let (w, columns) = ([w], [column]);
+                Tile::<S, D, 1, M> { w, asked, ahead, columns, x, k, sums, sums_stride, set: PhantomData }.run();
+                j += 1;
+            }
+        }
+    }
+}
+
+/// The [`Group`] of `width` packed rows at `x`.
+///
+/// # Safety
+/// As [`multiply`], of these.
+unsafe fn of_width<S: Simd, D: Dot<S>>(
+    width: usize,
+    order: impl Order<D::Elem>,
+    k: usize,
+    x: *const f32,
+    (sums, sums_stride): (*mut f32, usize),
+    next: &mut Next,
+) {
+    macro_rules! widths {
+        ($($m:literal)*) => {
+            match width {
+                // SAFETY: the caller's promises.
+                $($m if $m <= D::TILE_COLS => unsafe {
+                    D::call(Group::<S, D, _, $m> { order, k, x, sums, sums_stride, next, set: PhantomData })
+                },)*
+                _ => unreachable!("a group of {width} columns"),
+            }
+        };
+    }
+    widths!(1 2 3 4 5 6);
+}
+
+/// Weights that come next, which are asked for, a few lines a tile, while others are multiplied out of a cache.
+struct Next {
+    /// Where those of each matrix are that have not been asked for, and how many bytes.
+    from: [*const u8; 2],
+    left: usize,
+    /// Bytes of each that one tile asks for.
+    share: usize,
+}
+
+impl Next {
+    const NONE: Next = Next { from: [core::ptr::null(); 2], left: 0, share: 0 };
+
+    /// `weights`, over `tiles`.
+    fn of<E>(weights: Option<Weights<E>>, tiles: usize) -> Next {
+        let Some(weights) = weights else { return Next::NONE };
+        let left = weights.rows * weights.stride[0] * size_of::<E>();
+        Next { from: weights.base.map(<*const E>::cast), left, share: left.div_ceil(tiles.max(1)).next_multiple_of(64) }
+    }
+
+    /// A tile's share.
+    #[inline(always)]
+    unsafe fn ask<S: Simd>(&mut self) {
+        let mut at = 0;
+        while at < self.share.min(self.left) {
+            // SAFETY: any address may be asked for.
+            unsafe {
+                S::prefetch(self.from[0].wrapping_add(at));
+                if self.from[1] != self.from[0] {
+                    S::prefetch(self.from[1].wrapping_add(at));
+                }
+            }
+            at += 64;
+        }
+        self.left = self.left.saturating_sub(at);
+        self.from = self.from.map(|from| from.wrapping_add(at));
+    }
+}
+
+/// sums[m][column of row j] = weights[j] . x[m], for `packed` rows (groups as [`group`] cuts them) and all weight rows. Where the first group is not
+/// the only one, those after it ask for the weights `next`.
 ///
 /// # Safety
 /// Weights are readable; `packed` and `sums` are as large as the [`Plan`] says; the level exists.
 pub(crate) unsafe fn multiply<S: Simd, D: Dot<S>>(
     weights: &Weights<D::Elem>,
+    next: Option<Weights<D::Elem>>,
     packed: *const f32,
     cols: usize,
     sums: *mut f32,
@@ -295,40 +519,18 @@ pub(crate) unsafe fn multiply<S: Simd, D: Dot<S>>(
         // SAFETY: the caller's promises; rows are below n.
         return unsafe { tile_by_tile::<S, D>([n, k], |j| weights.row(j), after, packed, cols, sums, sums_stride) };
     }
-    let row_packed = k.div_ceil(D::CHUNK) * D::CHUNK;
-    let lines = k / D::LINE_ELEMS;
+    let (row_packed, lines) = (k.div_ceil(D::CHUNK) * D::CHUNK, k / D::LINE_ELEMS);
+    let tiles = (cols.div_ceil(D::TILE_COLS) - 1) * weights.streams();
+    let (mut none, mut next) = (Next::NONE, Next::of(next, tiles));
     let mut m = 0;
     while m < cols {
         let width = group::<S, D>(cols - m);
-        // In a long row further on, and so at its end in the row that follows it in memory, which mostly comes next; in a
-        // short one at the same place of one that comes. To choose at every line costs more than what is asked for in vain.
-        let ahead = if m == 0 { D::AHEAD_LINES } else { NEAR_LINES };
-        let is_long = lines > ahead;
-        // Of short rows as many tiles on as have the lines, at least one.
-        //
-        // PERF: k = 1024 on one core that reads 35: 8 bits 30 -> 35 GB/s, 4 bits 26 -> 35 (AVX-512, Turin, 2026-11-25).
-        let rows_on = TILE_ROWS * (ahead / lines.max(1)).max(1);
-        let ahead = if is_long { ahead } else { 0 };
-        // SAFETY: the group's packed rows and sums start where those of the `m` rows before end. Rows j.. are below n;
-        // `asked` is only asked for.
+        let (ahead, next) = if m == 0 { (D::AHEAD_LINES, &mut none) } else { (NEAR_LINES, &mut next) };
+        let order = Streams::of(weights, lines, ahead);
+        // SAFETY: the group's packed rows and sums start where those of the `m` rows before end.
         unsafe {
-            let x = packed.add(m * row_packed);
-            let sums = sums.add(m * sums_stride);
-            let mut j = 0;
-            while j + TILE_ROWS <= n {
-                let rows = core::array::from_fn::<_, 4, _>(|r| weights.row(j + r));
-                let next = core::array::from_fn(|r| weights.row((j + rows_on + r).min(n - 1)).0);
-                let (w, columns) = (rows.map(|r| r.0), rows.map(|r| r.1));
-                let asked = if is_long { w } else { next };
-                any_width::<S, D, 4>(width, w, asked, ahead, columns, x, k, sums, sums_stride);
-                j += TILE_ROWS;
-            }
-            while j < n {
-                let (w, column) = weights.row(j);
-                let asked = if is_long { w } else { weights.row((j + 1).min(n - 1)).0 };
-                any_width::<S, D, 1>(width, [w], [asked], ahead, [column], x, k, sums, sums_stride);
-                j += 1;
-            }
+            let (x, sums) = (packed.add(m * row_packed), (sums.add(m * sums_stride), sums_stride));
+            of_width::<S, D>(width, order, k, x, sums, next);
         }
         m += width;
     }
@@ -390,10 +592,20 @@ pub(crate) unsafe fn scores<S: Simd, D: Dot<S>>(
     sums: *mut f32,
     sums_stride: usize,
 ) {
-    let key = |j: usize| keys.base[0].wrapping_add(j * keys.stride[0]);
-    let asked = |j: usize| if j + ahead < known { key(j + ahead) } else { key(j) };
-    // SAFETY: the caller's promises.
-    unsafe { tile_by_tile::<S, D>([keys.rows, keys.k], |j| (key(j), j), asked, packed, cols, sums, sums_stride) }
+    let (k, row_packed) = (keys.k, keys.k.div_ceil(D::CHUNK) * D::CHUNK);
+    let (mut m, mut none) = (0, Next::NONE);
+    while m < cols {
+        let width = group::<S, D>(cols - m);
+        // All but the first group find the keys in a cache.
+        let known = if m == 0 { known } else { 0 };
+        let order = Keys { first: keys.base[0], stride: keys.stride[0], n: keys.rows, on: ahead, known };
+        // SAFETY: the group's packed rows and sums start where those of the `m` rows before end (caller).
+        unsafe {
+            let (x, sums) = (packed.add(m * row_packed), (sums.add(m * sums_stride), sums_stride));
+            of_width::<S, D>(width, order, k, x, sums, &mut none);
+        }
+        m += width;
+    }
 }
 
 /// The [`Tile`] of `R` weight rows and a group of `width` activation rows.

@@ -101,8 +101,9 @@ impl Gated<'_> {
                 gemm::pack_rows::<S, D>(|m| Row::of(&self.x, [first + m, 0], k), cols, k, wide, packed);
                 let mut column = 0;
                 while column < n {
+                    let next = (column + part < n).then(|| weights.part(column + part, part.min(n - column - part)));
                     let n = part.min(n - column);
-                    gemm::multiply::<S, D>(&weights.part(column, n), packed, cols, sums, 2 * n);
+                    gemm::multiply::<S, D>(&weights.part(column, n), next, packed, cols, sums, 2 * n);
                     self.finish::<S>([first, cols], [column, n], [sums, sums.add(n)], 2 * n);
                     column += n;
                 }

@@ -178,8 +178,9 @@ impl Linear<'_> {
                 gemm::pack_rows::<S, D>(|m| Row::of(&self.x, [first + m, 0], k), cols, k, wide, packed);
                 let mut column = 0;
                 while column < n {
+                    let next = (column + part < n).then(|| weights.part(column + part, part.min(n - column - part)));
                     let n = part.min(n - column);
-                    gemm::multiply::<S, D>(&weights.part(column, n), packed, cols, sums, n);
+                    gemm::multiply::<S, D>(&weights.part(column, n), next, packed, cols, sums, n);
                     self.finish::<S>([first, cols], [column, n], sums, n);
                     column += n;
                 }
