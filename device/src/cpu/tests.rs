@@ -368,20 +368,19 @@ mod experts {
         }
         boxes[4].operand.extent[2] = 3;
         let part_bytes = 2 * boxes[2].operand.stride_elems[0] as usize;
+        assert!(part_bytes.is_multiple_of(8), "parts begin on words");
         for cpu in [false, true] {
             let [together, apart] = [(); 2].map(|()| boxes.clone());
             run(&together.iter().map(Memory::tensor).collect::<Vec<_>>(), cpu);
             // From the last to the first, each in memory of its own.
-            let parts: Vec<Vec<Vec<u8>>> = [2, 3]
+            let parts: Vec<Vec<Vec<u64>>> = [2, 3]
                 .map(|at| {
-                    let bytes: &[u8] = bytemuck::cast_slice(&apart[at].words);
-                    (0..experts)
-                        .map(|e| bytes[e * part_bytes..].iter().copied().take(part_bytes + 8).collect())
-                        .collect()
+                    let words = |e: usize| apart[at].words[e * part_bytes / 8..].iter().take(part_bytes / 8 + 1);
+                    (0..experts).map(|e| words(e).copied().collect()).collect()
                 })
                 .to_vec();
             let tables: Vec<Vec<*mut u8>> =
-                parts.iter().map(|parts| parts.iter().map(|part| part.as_ptr().cast_mut()).collect()).collect();
+                parts.iter().map(|parts| parts.iter().map(|part| part.as_ptr().cast_mut().cast()).collect()).collect();
             let tensors: Vec<Tensor> = (0..6)
                 .map(|at| match at {
                     // SAFETY: each part holds its matrix, and nobody writes it.
