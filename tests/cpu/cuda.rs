@@ -693,7 +693,7 @@ fn errors_say_what_to_do() {
     assert_eq!(
         error.to_string(),
         "cuMemAlloc failed: CUDA_ERROR_AS_ORDERED (2); free device memory (other processes use it too), or ask for less \
-         with --max-context"
+         with EngineConfig::max_context"
     );
 }
 

@@ -394,6 +394,37 @@ impl<E: Copy> Order<E> for Keys<E> {
     }
 }
 
+/// One tile, or one row.
+#[derive(Clone, Copy)]
+struct One<E> {
+    rows: [(*const E, usize); TILE_ROWS],
+    asked: [*const E; TILE_ROWS],
+    is_tile: bool,
+}
+
+impl<E: Copy> Order<E> for One<E> {
+    #[inline(always)]
+    fn rows(&self) -> [usize; 2] {
+        if self.is_tile { [TILE_ROWS, 1] } else { [1, 0] }
+    }
+    #[inline(always)]
+    fn tile(&self, _: usize) -> [(*const E, usize); TILE_ROWS] {
+        self.rows
+    }
+    #[inline(always)]
+    fn row(&self, _: usize) -> (*const E, usize) {
+        self.rows[0]
+    }
+    #[inline(always)]
+    fn asked(&self, _: usize) -> [*const E; TILE_ROWS] {
+        self.asked
+    }
+    #[inline(always)]
+    fn asked_row(&self, _: usize) -> *const E {
+        self.asked[0]
+    }
+}
+
 /// The tiles of all rows of weights and a packed group of `M` activation rows, one after the other.
 ///
 /// PERF: a call for each tile, which looked for its rows, took as long as reading 1 KiB: bf16, k = 1024, on one core that reads 41: 30 -> 34 GB/s
@@ -513,12 +544,11 @@ pub(crate) unsafe fn multiply<S: Simd, D: Dot<S>>(
     sums: *mut f32,
     sums_stride: usize,
 ) {
-    let (n, k) = (weights.all_rows(), weights.k);
     if are_few::<S, D>(cols) {
-        let after = |j: usize| weights.row((j + TILE_ROWS).min(n - 1)).0;
-        // SAFETY: the caller's promises; rows are below n.
-        return unsafe { tile_by_tile::<S, D>([n, k], |j| weights.row(j), after, packed, cols, sums, sums_stride) };
+        // SAFETY: the caller's promises.
+        return unsafe { tile_by_tile::<S, D>(weights, packed, cols, sums, sums_stride) };
     }
+    let k = weights.k;
     let (row_packed, lines) = (k.div_ceil(D::CHUNK) * D::CHUNK, k / D::LINE_ELEMS);
     let tiles = (cols.div_ceil(D::TILE_COLS) - 1) * weights.streams();
     let (mut none, mut next) = (Next::NONE, Next::of(next, tiles));
@@ -536,41 +566,36 @@ pub(crate) unsafe fn multiply<S: Simd, D: Dot<S>>(
     }
 }
 
-/// sums[m][column of row j] = row j . x[m] for `n` rows of `k` elements, `row` giving each and its column: a tile's rows with all groups of `packed`
-/// before the next. The rows that `asked` gives for a tile's are asked for meanwhile, by each group its share.
+/// As [`multiply`]: a tile's rows with all groups of `packed` before the next. Meanwhile the next tile's are asked for, by each group its share.
 ///
 /// # Safety
 /// As [`multiply`].
 unsafe fn tile_by_tile<S: Simd, D: Dot<S>>(
-    [n, k]: [usize; 2],
-    row: impl Fn(usize) -> (*const D::Elem, usize),
-    asked: impl Fn(usize) -> *const D::Elem,
+    weights: &Weights<D::Elem>,
     packed: *const f32,
     cols: usize,
     sums: *mut f32,
     sums_stride: usize,
 ) {
+    let (n, k) = (weights.all_rows(), weights.k);
     let row_packed = k.div_ceil(D::CHUNK) * D::CHUNK;
     let groups = cols.div_ceil(D::TILE_COLS);
+    let mut none = Next::NONE;
     let mut j = 0;
     while j < n {
         let is_tile = j + TILE_ROWS <= n;
+        let at = |j: usize| weights.row(j.min(n - 1));
+        let rows: [_; TILE_ROWS] = core::array::from_fn(|r| at(j + r));
+        let after: [_; TILE_ROWS] = core::array::from_fn(|r| at(j + TILE_ROWS + r).0);
         let (mut m, mut number) = (0, 0);
         while m < cols {
             let width = group::<S, D>(cols - m);
             // What another group asks for is here: to ask again for what is being read costs least.
-            let share = |r: usize| if r % groups == number { asked(j + r) } else { row(j + r).0 };
+            let asked = core::array::from_fn(|r| if r % groups == number { after[r] } else { rows[r].0 });
             // SAFETY: the group's packed rows and sums start where those of the `m` rows before end. Rows j.. are below n.
             unsafe {
-                let (x, sums) = (packed.add(m * row_packed), sums.add(m * sums_stride));
-                if is_tile {
-                    let rows = core::array::from_fn::<_, 4, _>(|r| row(j + r));
-                    let (w, columns) = (rows.map(|r| r.0), rows.map(|r| r.1));
-                    any_width::<S, D, 4>(width, w, core::array::from_fn(share), 0, columns, x, k, sums, sums_stride);
-                } else {
-                    let (w, column) = row(j);
-                    any_width::<S, D, 1>(width, [w], [share(0)], 0, [column], x, k, sums, sums_stride);
-                }
+                let (x, sums) = (packed.add(m * row_packed), (sums.add(m * sums_stride), sums_stride));
+                of_width::<S, D>(width, One { rows, asked, is_tile }, k, x, sums, &mut none);
             }
             (m, number) = (m + width, number + 1);
         }
@@ -606,35 +631,6 @@ pub(crate) unsafe fn scores<S: Simd, D: Dot<S>>(
         }
         m += width;
     }
-}
-
-/// The [`Tile`] of `R` weight rows and a group of `width` activation rows.
-#[allow(clippy::too_many_arguments, reason = "the fields of a tile")]
-unsafe fn any_width<S: Simd, D: Dot<S>, const R: usize>(
-    width: usize,
-    w: [*const D::Elem; R],
-    asked: [*const D::Elem; R],
-    ahead: usize,
-    columns: [usize; R],
-    x: *const f32,
-    k: usize,
-    sums: *mut f32,
-    sums_stride: usize,
-) {
-    macro_rules! widths {
-        ($($m:literal)*) => {
-            match width {
-                // SAFETY: the caller's promises are the type's.
-                $($m if $m <= D::TILE_COLS => unsafe {
-                    D::call(Tile::<S, D, R, $m> {
-                        w, asked, ahead, columns, x, k, sums, sums_stride, set: PhantomData,
-                    })
-                },)*
-                _ => unreachable!("a group of {width} columns"),
-            }
-        };
-    }
-    widths!(1 2 3 4 5 6);
 }
 
 /// Packs rows into the groups [`multiply`] expects; rows that are not f32 pass through `wide`, `k` f32.

@@ -316,7 +316,7 @@ pub(crate) unsafe fn multiply<S: Simd>(
                 // SAFETY: the tile's rows and vectors are inside; what is asked for may be any address.
                 unsafe {
                     let tile = Place {
-                        w: w.add((j + i) * w_stride),
+                        w: w.wrapping_add((j + i) * w_stride),
                         w_stride,
                         k,
                         x: packed.add(v * S::LANES),

@@ -136,7 +136,13 @@ fn note(line: &str) {
 
 /// As [`note`], of what the user should know about their request.
 fn say(line: &str) {
-    note(&format!("perpetua: {line}"));
+    note(&format!("perpetua: {}", by_options(line)));
+}
+
+/// `line`, which may be the library's and name what a program sets, with the options that set it here.
+fn by_options(line: &str) -> String {
+    let options = [("EngineConfig::max_context", "--max-context"), ("EngineConfig::sequences", "--batch")];
+    options.iter().fold(line.to_owned(), |line, (setting, option)| line.replace(setting, option))
 }
 
 fn is_broken_pipe(error: &(dyn std::error::Error + 'static)) -> bool {

@@ -34,7 +34,7 @@ pub mod code {
 /// What a user can do about error `code`.
 fn advice(code: i32) -> Option<&'static str> {
     Some(match code {
-        2 => "free device memory (other processes use it too), or ask for less with --max-context",
+        2 => "free device memory (other processes use it too), or ask for less with EngineConfig::max_context",
         3 | 999 => "check the driver with nvidia-smi; after an update of the driver the machine wants a restart",
         34 => "this libcuda is the toolkit's stub, not a driver's: mend LD_LIBRARY_PATH",
         46 => "another process has the GPU to itself: see nvidia-smi's compute mode",

@@ -78,7 +78,7 @@ pub enum GpuError {
     },
     /// More memory than the device has left.
     #[error(
-        "{device} has {free} bytes free, {needed} are needed: {weights} of weights, {cache} of KV cache (see --max-context), \
+        "{device} has {free} bytes free, {needed} are needed: {weights} of weights, {cache} of KV cache (see EngineConfig::max_context), \
          {rest} of intermediates and image"
     )]
     Memory {

@@ -199,7 +199,7 @@ pub enum EngineError {
     EmptyPrompt,
     /// More tokens than the context holds.
     #[error(
-        "the prompt has {tokens} tokens, but the context holds {context} (the model allows {model}; see --max-context)"
+        "the prompt has {tokens} tokens, but the context holds {context} (the model allows {model}; see EngineConfig::max_context)"
     )]
     PromptTooLong {
         /// Given.
@@ -218,7 +218,9 @@ pub enum EngineError {
         model: usize,
     },
     /// More prompts than the engine was made for, or none.
-    #[error("{prompts} prompts given, expected 1 to {sequences}, the sequences this engine was made for (see --batch)")]
+    #[error(
+        "{prompts} prompts given, expected 1 to {sequences}, the sequences this engine was made for (see EngineConfig::sequences)"
+    )]
     Batch {
         /// Given.
         prompts: usize,

@@ -209,7 +209,7 @@ unsafe impl Sync for Memory {}
 /// What is allocated for `compiled`, in the user's words.
 fn owned_by(compiled: &Compiled) -> String {
     let has_cache = compiled.bindings.iter().any(|binding| binding.kind == BindingKind::State);
-    if has_cache { "KV cache (see --max-context) and intermediates" } else { "intermediates" }.to_owned()
+    if has_cache { "KV cache (see EngineConfig::max_context) and intermediates" } else { "intermediates" }.to_owned()
 }
 
 impl Memory {
