@@ -35,8 +35,8 @@ const BLOCK: usize = 64;
 /// In decode, positions of a block whose keys, or values, are read before it is the others' turn, with `queries`: the less there is to do with them, the sooner.
 ///
 /// PERF: with 8, one core that reads 38 GB/s got 31 with one query or two and 21 with eight; so 34, 35 and 22 (AVX-512, Turin, 2026-11-30).
-const fn turn(queries: usize) -> usize {
-    (2 * queries).next_multiple_of(4)
+fn turn<S: Simd>(queries: usize) -> usize {
+    (32 / S::LANES * queries).next_multiple_of(4)
 }
 
 /// How far ahead of itself a decode step asks for keys and for values.
@@ -201,7 +201,7 @@ impl Attend<'_> {
             let (k_stride, v_stride) = (self.k.stride(1), self.v.stride(1));
             // Where there are more tiles than one, all but the first find these lines in a cache.
             let asks = self.rows == 1;
-            let turn = if asks { turn(tile.queries) } else { BLOCK };
+            let turn = if asks { turn::<S>(tile.queries) } else { BLOCK };
             let known = |t: usize| if asks { all - t } else { 0 };
             let ahead = |stride: usize| (AHEAD_BYTES / size_of::<E::Elem>() / stride.max(1)).max(1);
             let score = |t: usize, part: Range<usize>, scores: *mut f32| {
