@@ -256,7 +256,7 @@ impl Dot<Avx2> for EvenOdd {
             at += PAIRS;
         }
     }
-    const HAS_TILE: bool = true;
+    const HAS_TILE: bool = !cfg!(miri);
     #[inline(always)]
     unsafe fn tile(w: [*const u16; 4], by: usize, x: *const f32, chunks: usize, sums: *mut __m256) {
         // SAFETY: the set exists (trait contract); the caller's promises are the same.
@@ -290,7 +290,7 @@ macro_rules! widened {
                 // SAFETY: the caller's promises are the same.
                 unsafe { <Widen<$storage> as Dot<Avx2>>::pack(dst, src, n) }
             }
-            const HAS_TILE: bool = true;
+            const HAS_TILE: bool = !cfg!(miri);
             #[inline(always)]
             unsafe fn tile(w: [*const $elem; 4], by: usize, x: *const f32, chunks: usize, sums: *mut __m256) {
                 // SAFETY: the set exists (trait contract); the caller's promises are the same.

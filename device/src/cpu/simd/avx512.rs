@@ -298,7 +298,7 @@ impl Dot<Avx512> for EvenOdd {
             _mm512_storeu_ps(dst.add(16), _mm512_permutex2var_ps(low, odd, high));
         }
     }
-    const HAS_TILE: bool = true;
+    const HAS_TILE: bool = !cfg!(miri);
     #[inline(always)]
     unsafe fn tile(w: [*const u16; 4], by: usize, x: *const f32, chunks: usize, sums: *mut __m512) {
         // SAFETY: the set exists (trait contract); the caller's promises are the same.
@@ -329,7 +329,7 @@ impl Dot<Avx512> for Whole {
         // SAFETY: the caller's promises are the same.
         unsafe { <Widen<F32> as Dot<Avx512>>::pack(dst, src, n) }
     }
-    const HAS_TILE: bool = true;
+    const HAS_TILE: bool = !cfg!(miri);
     #[inline(always)]
     unsafe fn tile(w: [*const f32; 4], by: usize, x: *const f32, chunks: usize, sums: *mut __m512) {
         // SAFETY: the set exists (trait contract); the caller's promises are the same.

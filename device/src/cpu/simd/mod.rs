@@ -266,7 +266,7 @@ pub(crate) trait Dot<S: Simd> {
         ask(bytes);
     }
 
-    /// Whether [`Dot::tile`] is there.
+    /// Whether [`Dot::tile`] is there: not for Miri, which interprets no assembly.
     const HAS_TILE: bool = false;
     /// [`Dot::chunk`] of steps `0..chunks`, `chunks > 0`, for four rows and a group of [`Dot::TILE_COLS`]: the same bits. Meanwhile it is asked
     /// for what lies `by` bytes beyond what is read of each row.
