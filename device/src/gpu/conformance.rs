@@ -3,6 +3,7 @@
 //! read-only written, no output read before it is written; gaps inside a box hold NaN.
 
 use super::Call;
+use super::math::short_scale;
 use super::sync::Gpu;
 use super::tiles::{self, Lists, Tiles};
 use super::turn::{self, Seen};
@@ -17,7 +18,7 @@ use crate::turns::records;
 use crate::worker::ImageView;
 use bytemuck::Zeroable;
 use perpetua_shared::control::{Control, NO_PROGRAM};
-use perpetua_shared::dtype::Q4_BLOCK;
+use perpetua_shared::dtype::{Q4_BLOCK, Q8};
 use perpetua_shared::image::{ProgramDesc, TOKEN_LOOP, VERIFIES};
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::task::Operand;
@@ -106,6 +107,10 @@ struct Case {
     block: u32,
     split: u32,
     tolerance: f32,
+    /// Operands that tensor cores take as bf16: the reference takes them as what they are rounded to.
+    rounded: &'static [usize],
+    /// Whether a warpgroup does, which takes of scales of weights in 8 bits what [`short_scale`] leaves.
+    by_warpgroup: bool,
     /// Of the schedule.
     seed: u64,
     /// What a loader brings of the operands, if one does, and the memory there is for it.
@@ -163,6 +168,8 @@ impl Case {
             block: 0,
             split: 0,
             tolerance: K::TOLERANCE,
+            rounded: &[],
+            by_warpgroup: false,
             seed: 0,
             data: Vec::new(),
             tile_bytes: 0,
@@ -176,11 +183,6 @@ impl Case {
 
     /// A matrix of weights in fewer bits, or a stack of them.
     fn push_packed(&mut self, random: &mut Random, dtype: DType, extent: &[u32]) {
-        self.push_scaled(random, dtype, extent, |scale| scale);
-    }
-
-    /// [`push_packed`](Case::push_packed), of scales that `made_of` makes of any.
-    fn push_scaled(&mut self, random: &mut Random, dtype: DType, extent: &[u32], made_of: impl Fn(f32) -> f32) {
         let lines = dtype.lines().expect("fewer bits");
         let [outer @ .., k] = extent else { panic!("a matrix at least") };
         let (row, k_elems) = (lines.row_bytes(*k as usize), *k as usize);
@@ -209,11 +211,11 @@ impl Case {
                     for (i, byte) in row[at..at + lines.elems].iter_mut().enumerate() {
                         *byte = if i < here { random.below(255) as i8 as u8 } else { 0 };
                     }
-                    row[scales..scales + 4].copy_from_slice(&made_of(random.float() / 512.0).to_le_bytes());
+                    row[scales..scales + 4].copy_from_slice(&(random.float() / 512.0).to_le_bytes());
                 } else {
                     row[at..at + 64].fill_with(|| random.below(256) as u8);
                     for block in 0..4 {
-                        let scale = if block * Q4_BLOCK < here { made_of(random.float() / 256.0) } else { 0.0 };
+                        let scale = if block * Q4_BLOCK < here { random.float() / 256.0 } else { 0.0 };
                         row[scales + 2 * block..][..2].copy_from_slice(&half::bf16::from_f32(scale).to_le_bytes());
                     }
                 }
@@ -439,8 +441,15 @@ impl Case {
             pairs.map(|(m, operand)| unsafe { Tensor::new(m.as_mut_ptr().cast(), operand) }).collect()
         };
         let expected = tensors(&mut self.memory, &self.operands);
+        let mut of_reference = expected.clone();
+        let as_taken = |slot: usize| as_brain(&self.operands[slot], &expected[slot], self.by_warpgroup);
+        let mut rounded: Vec<_> = self.rounded.iter().map(|&slot| (slot, as_taken(slot))).collect();
+        for (slot, (operand, memory)) in &mut rounded {
+            // SAFETY: the operand's own memory, as long as its type says.
+            of_reference[*slot] = unsafe { Tensor::new(memory.as_mut_ptr().cast(), operand) };
+        }
         let outcome =
-            (spec.reference)(&io::Call { tensors: &expected, task: &task, step: &self.step, programs: &programs });
+            (spec.reference)(&io::Call { tensors: &of_reference, task: &task, step: &self.step, programs: &programs });
 
         // What is flagged and read: another block writes it, after what a pass before has left there.
         let mut late = Vec::new();
@@ -650,6 +659,37 @@ fn brain(random: &mut Random) -> f32 {
     half::bf16::from_f32(random.float()).to_f32()
 }
 
+/// The weights of a product, or of a gated one.
+fn weights_of(gated: bool) -> &'static [usize] {
+    if gated { &[gated_linear::slot::GATE, gated_linear::slot::UP] } else { &[linear::slot::W] }
+}
+
+/// `tensor`, the matrix or stack that `operand` is, of what bf16 has next to each element; of short scales, if it has any, when `is_short`.
+fn as_brain(operand: &Operand, tensor: &Tensor, is_short: bool) -> (Operand, Vec<u128>) {
+    let mut rounded = Operand { offset_bytes: 0, dtype: DType::Bf16 as u16, ..*operand };
+    let mut apart = 1;
+    for dim in (0..operand.rank as usize).rev() {
+        rounded.stride_elems[dim] = apart;
+        apart *= operand.extent[dim];
+    }
+    let mut brains = vec![0u128; (rounded.span_bytes() as usize).div_ceil(16)];
+    // SAFETY: the box was just given room.
+    let to = unsafe { Tensor::new(brains.as_mut_ptr().cast(), &rounded) };
+    for at @ [i, j, k, _] in indices(operand) {
+        // Where elements of a row lie, their type says by the last index.
+        let (mut value, row, column) =
+            if operand.rank == 3 { (tensor.get([i, j, k]), [i, j], k) } else { (tensor.get([i, j]), [i, 0], j) };
+        if is_short && tensor.dtype() == DType::Q8 {
+            let [_, at] = Q8.at(column / Q8.elems);
+            // SAFETY: the scale of the element's line.
+            let scale = unsafe { tensor.address(row).add(at).cast::<f32>().read() };
+            value = (value / scale).round() * short_scale(scale, 0.0).0;
+        }
+        to.set(at, value);
+    }
+    (rounded, brains)
+}
+
 /// Every index of `operand`'s box.
 fn indices(operand: &Operand) -> impl Iterator<Item = [usize; 4]> {
     let e = operand.extent;
@@ -815,8 +855,7 @@ fn few_linear(random: &mut Random, round: usize) {
     let spec = Spec::of(case.task_type).expect("a kernel of the list");
     case.beside = (spec.beside_tiles)(&case.params, &case.operands) as u32;
     let capacity = 4 * tile + 16 * random.below(400);
-    use gated_linear::slot::{GATE, UP};
-    case.stream(if gated { &[GATE, UP] } else { &[linear::slot::W] }, tile, capacity);
+    case.stream(weights_of(gated), tile, capacity);
     case.compare("few linear");
     let weights = DType::Bf16.tensor_bytes(&[n as usize, k as usize]) * (1 + u64::from(gated));
     assert_eq!((case.report.bytes_copied, &case.report.stall), (weights, &None));
@@ -880,14 +919,10 @@ fn packed_linear_of_rows(random: &mut Random, round: usize) {
         case.maybe_best(random, rows, n);
     }
     case.step.rows = random.one_to(rows + 1);
-    // Weights that become bf16.
-    case.tolerance = if rows == 1 {
-        1e-3
-    } else if gated {
-        1e-1
-    } else {
-        2.5e-2
-    };
+    case.tolerance = 1e-3;
+    if rows.min(case.step.rows) > 1 {
+        case.rounded = weights_of(gated);
+    }
     case.judge("a product with weights in fewer bits");
 }
 
@@ -989,8 +1024,7 @@ fn judge_tiled(random: &mut Random, dtype: DType, [n, k]: [u32; 2], tile: u32, g
         case.maybe_best(random, 1, n);
     }
     case.step.rows = 1;
-    use gated_linear::slot::{GATE, UP};
-    case.stream(if gated { &[GATE, UP] } else { &[linear::slot::W] }, tile, capacity);
+    case.stream(weights_of(gated), tile, capacity);
     case.counts = true;
     case.compare("tiled linear");
     // Each byte of the weights is read from memory once, as the cost says.
@@ -1051,18 +1085,16 @@ fn merging_linear(random: &mut Random, round: usize) {
     case.judge("merging linear");
 }
 
-/// Rows enough for the tensor cores. x mostly has bf16 values, so that nothing is lost but the order of the sums.
+/// Rows enough for the tensor cores, which round x to bf16.
 fn wide_linear(random: &mut Random, round: usize) {
     let (rows, n, k) = (16 + random.one_to(70), random.one_to(60), random.one_to(120));
-    let is_exact = !round.is_multiple_of(4);
-    let x = |case: &mut Case, random: &mut Random, is_exact: bool| {
+    let x = |case: &mut Case, random: &mut Random| {
         let dtype = random.dtype();
-        case.push(random, dtype, &[rows, k], if is_exact { brain } else { Random::float });
-        // Others are rounded to bf16.
-        case.tolerance = if is_exact { 3e-4 } else { 0.1 };
+        case.push(random, dtype, &[rows, k], if round.is_multiple_of(4) { Random::float } else { brain });
+        (case.rounded, case.tolerance) = (&[linear::slot::X], 3e-4);
     };
     let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, ..Default::default() });
-    x(&mut case, random, is_exact);
+    x(&mut case, random);
     case.floats(random, DType::Bf16, &[n, k]);
     case.maybe(random, &[n]);
     case.maybe(random, &[rows, n]);
@@ -1076,8 +1108,7 @@ fn wide_linear(random: &mut Random, round: usize) {
         activation: linear::Activation::Relu as u32,
         ..Default::default()
     });
-    // A product of two such sums: where the one is large, what the other was rounded by is too.
-    x(&mut case, random, true);
+    x(&mut case, random);
     case.floats(random, DType::Bf16, &[n, k]);
     case.floats(random, DType::Bf16, &[n, k]);
     case.maybe(random, &[n]);
@@ -1092,20 +1123,14 @@ fn wide_linear(random: &mut Random, round: usize) {
 fn warpgroup_linear(random: &mut Random, round: usize) {
     let (rows, n) = (1 + random.one_to([40, 120, 200, 14][round % 4]), random.one_to([150, 40, 150, 14][round % 4]));
     let k = 8 * random.one_to([12, 70][round / 2 % 2]);
-    let (weights, is_exact) = ([DType::Bf16, DType::Q8, DType::Q4][random.below(3) as usize], random.flip());
+    let weights = [DType::Bf16, DType::Q8, DType::Q4][random.below(3) as usize];
     let begin = |case: &mut Case, random: &mut Random, n_weights: u32| {
-        // What bf16 does not have is rounded.
-        let tolerance = if weights != DType::Bf16 && !is_exact { 0.1 } else { 2e-3 };
-        (case.tile_bytes, case.threads, case.tolerance) = (TILE_BYTES, &[224, 160, 192], tolerance);
+        (case.tile_bytes, case.threads, case.tolerance) = (TILE_BYTES, &[224, 160, 192], 2e-3);
         case.push_carried(random, DType::Bf16, rows, k);
         for _ in 0..n_weights {
-            if weights == DType::Bf16 {
-                case.push_carried(random, weights, n, k);
-            } else {
-                let power = |scale: f32| f32::from_bits(scale.to_bits() & 0xff80_0000);
-                case.push_scaled(random, weights, &[n, k], |scale| if is_exact { power(scale) } else { scale });
-            }
+            case.push_carried(random, weights, n, k);
         }
+        (case.rounded, case.by_warpgroup) = (weights_of(n_weights == 2), true);
     };
     let multiplied = |case: &Case| case.report.products > 0;
     let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, ..Default::default() });
@@ -1827,8 +1852,9 @@ fn routed_case(random: &mut Random, round: usize, blocks: u32) -> (Case, bool) {
     } else {
         case.absent();
     }
-    if by_warpgroup && fewer.is_some() {
-        case.tolerance = 1e-1;
+    if by_warpgroup {
+        use routed_linear::slot::{UP, W};
+        (case.rounded, case.by_warpgroup) = (&[W, UP][..1 + usize::from(is_pair)], true);
     }
     if random.flip() {
         case.floats(random, DType::F32, &[rows, chosen]);
@@ -1854,7 +1880,7 @@ fn routed_linear_in_shares(random: &mut Random, round: usize) {
     let run = |blocks: u32, block: u32| {
         let (mut case, _) = routed_case(&mut Random(seed), 4 * round + 1, blocks);
         // As many rows as the one block has, and no reference but that.
-        (case.block, case.threads, case.tolerance) = (block, &[160], if blocks > 1 { 1e30 } else { 0.1 });
+        (case.block, case.threads, case.tolerance) = (block, &[160], if blocks > 1 { 1e30 } else { case.tolerance });
         case.compare("routed_linear");
         let y = &case.operands[routed_linear::slot::Y];
         // SAFETY: the operand's own memory.
