@@ -216,7 +216,7 @@ fn gemm() {
     let y = Memory::new(64 << 20, 0);
     let mut lines = Vec::new();
     for isa in Isa::available() {
-        use linear::Order::{Free, Lanes};
+        use linear::Order::{Free, Lanes, Prompt};
         for (dtype, rows, n, k, order) in [
             (DType::Bf16, 512, 256, 1024, Lanes),
             (DType::Bf16, 512, 256, 3072, Lanes),
@@ -243,8 +243,22 @@ fn gemm() {
             (DType::F32, 4, 192, 384, Free),
             (DType::F16, 128, 1024, 1024, Lanes),
             (DType::F16, 128, 1024, 1024, Free),
+            (DType::Bf16, 128, 1024, 1024, Prompt),
+            (DType::Bf16, 128, 1024, 3072, Prompt),
+            (DType::Bf16, 32, 1024, 1024, Prompt),
+            (DType::Q8, 128, 1024, 1024, Lanes),
+            (DType::Q8, 128, 1024, 1024, Prompt),
+            (DType::Q8, 128, 1024, 3072, Prompt),
+            (DType::Q8, 32, 1024, 1024, Lanes),
+            (DType::Q8, 32, 1024, 1024, Prompt),
+            (DType::Q4, 128, 1024, 1024, Lanes),
+            (DType::Q4, 128, 1024, 1024, Prompt),
+            (DType::Q4, 128, 1024, 3072, Prompt),
+            (DType::Q4, 32, 1024, 1024, Lanes),
+            (DType::Q4, 32, 1024, 1024, Prompt),
         ] {
             let (weights, x, y) = (&weights, &x, &y);
+            let row_bytes = dtype.tensor_bytes(&[k]) as usize;
             lines.push(Line {
                 name: format!("gemm {dtype} {rows}x{n}x{k}, {order:?}, 1 thread, {}", isa.name()),
                 unit: "GFLOP/s",
@@ -253,7 +267,7 @@ fn gemm() {
                     let seconds = timed(1, |_| {
                         let mut scratch = Scratch::with_isa(*isa);
                         for task in 0..tasks {
-                            let w = weights.tensor(dtype, task * n * k, &[n, k]);
+                            let w = weights.matrix(dtype, task * n * row_bytes, [n, k], row_bytes / dtype.size_bytes());
                             let x = x.tensor(DType::F32, 0, &[rows, k]);
                             let y = y.tensor(DType::F32, 0, &[rows, n]);
                             let none = Tensor::ABSENT;

@@ -28,27 +28,20 @@
 //! Tile registers: 0 to 3 sums, 4 and 5 weights, 6 and 7 activations. The compiler uses none of them.
 
 use super::outer::{self, Products};
-use super::simd::{self, Leaf, Level, Q4, Q8, Simd, Storage};
+use super::simd::{self, Leaf, STEP, Simd, Vectors, Widened};
 use crate::io::Tensor;
 use core::arch::{asm, x86_64::*};
 use core::marker::PhantomData;
 use core::mem::MaybeUninit;
-use perpetua_shared::dtype;
 
 /// Rows of a tile, of weights and of activations.
 pub(crate) const TILE: usize = 16;
-
-/// Elements of k that a tile has.
-pub(crate) const STEP: usize = 32;
 
 /// Bytes of a tile.
 const TILE_BYTES: usize = 1024;
 
 /// f32 as large as a tile.
 const TILE_FLOATS: usize = TILE_BYTES / 4;
-
-/// The vectors of every core that has the unit.
-pub(crate) type Vectors = <simd::Avx512 as Level>::S;
 
 /// Whether this process may use the unit: the processor has it and Linux lends it, which has to be asked once for its state of
 /// 8 KiB a thread.
@@ -276,63 +269,6 @@ impl Source for InPlace {
 
 /// Weights in two terms, made of what `E` widens to f32.
 pub(crate) struct InTerms<E>(PhantomData<E>);
-
-/// Weights that [`InTerms`] splits.
-pub(crate) trait Widened: 'static {
-    /// Storage of a weight.
-    type Elem;
-    /// Bytes of a step of a row.
-    const STEP_BYTES: usize = STEP * size_of::<Self::Elem>();
-    /// Elements `at..at + STEP`, whole steps from the start, of the row at `row`.
-    ///
-    /// # Safety
-    /// They are readable; the vectors exist.
-    unsafe fn load(row: *const Self::Elem, at: usize) -> [__m512; 2];
-}
-
-impl<E: Storage + 'static> Widened for E {
-    type Elem = E::Elem;
-    #[inline(always)]
-    unsafe fn load(row: *const E::Elem, at: usize) -> [__m512; 2] {
-        // SAFETY: the elements are readable (caller).
-        unsafe { [E::load::<Vectors>(row.add(at)), E::load::<Vectors>(row.add(at + STEP / 2))] }
-    }
-}
-
-impl Widened for Q8 {
-    type Elem = i8;
-    #[inline(always)]
-    unsafe fn load(row: *const i8, at: usize) -> [__m512; 2] {
-        let [bytes, scale] = dtype::Q8.at(at / dtype::Q8.elems);
-        // SAFETY: rows are whole blocks, with their scales (caller).
-        unsafe {
-            let bytes = row.add(bytes + at % dtype::Q8.elems);
-            let scale = Vectors::splat(*row.add(scale).cast::<f32>());
-            let first = Vectors::mul(Vectors::load_i8(bytes), scale);
-            [first, Vectors::mul(Vectors::load_i8(bytes.add(STEP / 2)), scale)]
-        }
-    }
-}
-
-impl Widened for Q4 {
-    type Elem = u8;
-    const STEP_BYTES: usize = STEP / 2;
-    #[inline(always)]
-    unsafe fn load(row: *const u8, at: usize) -> [__m512; 2] {
-        // A step is a block.
-        let (byte, shift, scale) = dtype::q4_at(at);
-        // SAFETY: rows are whole lines, with their scales (caller); levels are as many as four bits name.
-        unsafe {
-            let bytes = _mm256_loadu_si256(row.add(byte).cast());
-            let numbers = if shift == 0 { bytes } else { _mm256_srli_epi16::<4>(bytes) };
-            let levels = _mm256_broadcastsi128_si256(_mm_loadu_si128(dtype::Q4_LEVELS.as_ptr().cast()));
-            let levels = _mm256_shuffle_epi8(levels, _mm256_and_si256(numbers, _mm256_set1_epi8(15)));
-            let scale = Vectors::splat(simd::bf16_to_f32(*row.add(scale).cast::<u16>()));
-            let times_scale = |levels| _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(levels)), scale);
-            [times_scale(_mm256_castsi256_si128(levels)), times_scale(_mm256_extracti128_si256::<1>(levels))]
-        }
-    }
-}
 
 /// Elements of k that [`InTerms`] splits at once.
 const PART: usize = 512;

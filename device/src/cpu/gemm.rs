@@ -23,6 +23,8 @@
 //! 99 with [`Dot::tile`] in assembly (Sapphire Rapids, 2026-11-21).
 
 use super::rows::{Row, has_unit_stride};
+#[cfg(target_arch = "x86_64")]
+use super::simd::{BrainRow, Pairs, STEP, Vectors, Widened};
 use super::simd::{Dot, Leaf, Simd};
 use crate::io::Tensor;
 use core::marker::PhantomData;
@@ -76,40 +78,11 @@ impl<E> Weights<E> {
         w.address([0, 0]).cast()
     }
 
-    /// Rows (of each matrix) of the parts that `cols` activation rows are multiplied with in turn: all where they are one
-    /// group, as many as have few sums where they are [few](are_few), and see every weight once, too.
-    pub(crate) fn part_rows<S: Simd, D: Dot<S, Elem = E>>(&self, cols: usize) -> usize {
-        let matrices = 1 + usize::from(self.paired);
-        let parts = if cols <= D::TILE_COLS {
-            1
-        } else if are_few::<S, D>(cols) {
-            (self.rows * matrices * cols * size_of::<f32>()).div_ceil(SUMS_BYTES)
-        } else {
-            (self.rows * matrices * self.stride[0] * size_of::<E>()).div_ceil(PART_BYTES)
-        };
-        self.rows.div_ceil(parts.max(1)).next_multiple_of(8).min(self.rows)
-    }
-
     /// Rows `first..first + rows` of each matrix.
     pub(crate) fn part(&self, first: usize, rows: usize) -> Weights<E> {
         debug_assert!(first + rows <= self.rows);
         let base = core::array::from_fn(|i| self.base[i].wrapping_add(first * self.stride[i]));
         Weights { base, rows, ..*self }
-    }
-
-    /// Asks for the start of the first tile's rows: the activations are packed while they come.
-    ///
-    /// # Safety
-    /// The level exists.
-    #[inline(always)]
-    pub(crate) unsafe fn prefetch<S: Simd, D: Dot<S, Elem = E>>(&self) {
-        let lines = (self.k / D::LINE_ELEMS).min(D::AHEAD_LINES);
-        for line in 0..lines {
-            for j in 0..TILE_ROWS.min(self.all_rows()) {
-                // SAFETY: any address may be asked for.
-                unsafe { D::prefetch(self.row(j).0, line) };
-            }
-        }
     }
 
     /// Row `j` in the order tiles take them, and the column of the sums it belongs to (the second matrix's follow the
@@ -136,22 +109,157 @@ impl<E> Weights<E> {
     }
 }
 
-/// Scratch of [`multiply`]: packed activations.
-pub(crate) struct Plan {
-    /// Activation rows packed at once.
-    pub(crate) block_rows: usize,
-    /// f32 of the packed block.
-    pub(crate) packed_floats: usize,
+/// f32 of the room of a packed row of `k` elements.
+fn packed_row<S: Simd, D: Dot<S>>(k: usize) -> usize {
+    k.div_ceil(D::CHUNK) * D::ROOM
 }
 
-impl Plan {
-    /// For `rows` activation rows of `k` elements; the most that any level needs, so that it does not depend on one.
-    pub(crate) fn new(rows: usize, k: usize) -> Plan {
-        // Whole steps of the longest.
-        let row_floats = k.next_multiple_of(perpetua_shared::dtype::Q4.elems);
-        let in_cache = BLOCK_BYTES / 4 / row_floats.max(1);
-        let block_rows = (in_cache.clamp(12, 384) / 12 * 12).min(rows);
-        Plan { block_rows, packed_floats: block_rows * row_floats }
+/// How the weights of a product come to be multiplied.
+pub(crate) trait Supply<S: Simd> {
+    /// Storage of a weight of the matrix.
+    type Elem: Copy;
+    /// What multiplies them.
+    type Dot: Dot<S>;
+
+    /// f32 of the room that a row of `k` elements is made in; 0 where rows are multiplied where they lie.
+    fn room(k: usize) -> usize;
+
+    /// `part`, as it is multiplied.
+    ///
+    /// # Safety
+    /// The weights are readable, rows in whole lines where they have lines; `room` is writable as far as the rows need it; the level exists.
+    unsafe fn made(part: &Weights<Self::Elem>, room: *mut f32) -> Weights<<Self::Dot as Dot<S>>::Elem>;
+
+    /// Asks for the first weights of `part`: the activations are packed while they come.
+    ///
+    /// # Safety
+    /// The level exists.
+    unsafe fn ask(part: &Weights<Self::Elem>);
+}
+
+/// Weights where they lie.
+pub(crate) struct InPlace<D>(PhantomData<D>);
+
+impl<S: Simd, D: Dot<S>> Supply<S> for InPlace<D> {
+    type Elem = D::Elem;
+    type Dot = D;
+
+    fn room(_: usize) -> usize {
+        0
+    }
+
+    unsafe fn made(part: &Weights<D::Elem>, _: *mut f32) -> Weights<D::Elem> {
+        *part
+    }
+
+    unsafe fn ask(part: &Weights<D::Elem>) {
+        let lines = (part.k / D::LINE_ELEMS).min(D::AHEAD_LINES);
+        for line in 0..lines {
+            for j in 0..TILE_ROWS.min(part.all_rows()) {
+                // SAFETY: any address may be asked for.
+                unsafe { D::prefetch(part.row(j).0, line) };
+            }
+        }
+    }
+}
+
+/// Weights in fewer bits made bf16, times their scales and rounded, for [`Pairs`].
+#[cfg(target_arch = "x86_64")]
+pub(crate) struct AsPairs<E>(PhantomData<E>);
+
+#[cfg(target_arch = "x86_64")]
+impl<E: Widened> Supply<Vectors> for AsPairs<E>
+where
+    E::Elem: Copy,
+{
+    type Elem = E::Elem;
+    type Dot = Pairs;
+
+    fn room(k: usize) -> usize {
+        k.next_multiple_of(STEP) / 2
+    }
+
+    unsafe fn made(part: &Weights<E::Elem>, room: *mut f32) -> Weights<u16> {
+        let (stride, rows) = (part.k.next_multiple_of(STEP), part.all_rows());
+        let first: *mut u16 = room.cast();
+        let base = [first, if part.paired { first.wrapping_add(part.rows * stride) } else { first }];
+        for j in 0..rows {
+            let (matrix, i) = (j / part.rows, j % part.rows);
+            let row = part.base[matrix].wrapping_add(i * part.stride[matrix]);
+            // SAFETY: rows of whole lines are rows of whole steps; the room is large enough (caller).
+            unsafe { Pairs::call(BrainRow::<E> { row, k: part.k, to: base[matrix].add(i * stride) }) };
+        }
+        let base = base.map(<*mut u16>::cast_const);
+        Weights { base, stride: [stride; 2], rows: part.rows, paired: part.paired, k: part.k }
+    }
+
+    // Rows are read one after the other, as the hardware expects.
+    unsafe fn ask(_: &Weights<E::Elem>) {}
+}
+
+/// Rows (of each matrix) of the parts of `weights` that `cols` activation rows are multiplied with in turn: all where they are one group, as many as
+/// have few sums where they are [few](are_few), and see every weight once, too; of weights that are made never more than stay in a cache.
+fn part_rows<S: Simd, P: Supply<S>>(weights: &Weights<P::Elem>, cols: usize) -> usize {
+    let (matrices, made) = (1 + usize::from(weights.paired), P::room(weights.k));
+    let parts = if made == 0 && cols <= P::Dot::TILE_COLS {
+        1
+    } else if made == 0 && are_few::<S, P::Dot>(cols) {
+        (weights.rows * matrices * cols * size_of::<f32>()).div_ceil(SUMS_BYTES)
+    } else {
+        let row = if made == 0 { weights.stride[0] * size_of::<P::Elem>() } else { made * size_of::<f32>() };
+        (weights.rows * matrices * row).div_ceil(PART_BYTES)
+    };
+    weights.rows.div_ceil(parts.max(1)).next_multiple_of(8).min(weights.rows)
+}
+
+/// Activation rows, of `rows` of `k` elements, that are packed at once; f32 that each of them takes at most, in whole steps of the longest: neither depends on a level.
+fn block_of(rows: usize, k: usize) -> [usize; 2] {
+    let floats = k.next_multiple_of(perpetua_shared::dtype::Q4.elems);
+    let in_cache = BLOCK_BYTES / 4 / floats.max(1);
+    [(in_cache.clamp(12, 384) / 12 * 12).min(rows), floats]
+}
+
+/// Lengths of the scratch areas that [`products`] of `rows` activation rows wants: packed activations, a row of f32, weights that are made, and sums.
+pub(crate) fn areas<S: Simd, P: Supply<S>>(rows: usize, weights: &Weights<P::Elem>) -> [usize; 4] {
+    let [block, floats] = block_of(rows, weights.k);
+    let part = part_rows::<S, P>(weights, block) * (1 + usize::from(weights.paired));
+    [block * floats, weights.k, part * P::room(weights.k), part * block]
+}
+
+/// The products of the first `rows` rows of `x` with all rows of `weights`, a block of rows and a part of the weights after the other: calls
+/// `finish([first row, rows], [first column, columns], sums)`, where a row has its sums with the part of the first matrix, then with that of the second.
+///
+/// # Safety
+/// The weights are readable, as [`Supply::made`] wants them; the areas are as long as [`areas`] says; the level exists.
+pub(crate) unsafe fn products<S: Simd, P: Supply<S>>(
+    x: &Tensor,
+    rows: usize,
+    weights: &Weights<P::Elem>,
+    [packed, wide, room, sums]: [*mut f32; 4],
+    finish: impl Fn([usize; 2], [usize; 2], *const f32),
+) {
+    let k = weights.k;
+    let [block, _] = block_of(rows, k);
+    let most = part_rows::<S, P>(weights, block);
+    let part = |column: usize| weights.part(column, most.min(weights.rows - column));
+    let mut first = 0;
+    while first < rows {
+        let cols = block.min(rows - first);
+        // SAFETY: the areas are as large as asked for (caller); rows of `x` are of `k` elements, or `Row::of` panics.
+        unsafe {
+            P::ask(weights);
+            pack_rows::<S, P::Dot>(|m| Row::of(x, [first + m, 0], k), cols, k, wide, packed);
+            let mut column = 0;
+            while column < weights.rows {
+                let now = part(column);
+                let after = column + now.rows;
+                let next = if after < weights.rows { Next::of(&part(after)) } else { Next::NONE };
+                multiply::<S, P::Dot>(&P::made(&now, room), next, packed, cols, sums, now.all_rows());
+                finish([first, cols], [column, now.rows], sums);
+                column = after;
+            }
+        }
+        first += cols;
     }
 }
 
@@ -202,7 +310,7 @@ impl<S: Simd, D: Dot<S>> Leaf for Pack<S, D> {
             let mut c = 0;
             while c * D::CHUNK < k {
                 let at = c * D::CHUNK;
-                D::pack(self.dst.add((c * self.width + self.m) * D::CHUNK), x.add(at), D::CHUNK.min(k - at));
+                D::pack(self.dst.add((c * self.width + self.m) * D::ROOM), x.add(at), D::CHUNK.min(k - at));
                 c += 1;
             }
         }
@@ -517,11 +625,15 @@ struct Next {
 impl Next {
     const NONE: Next = Next { from: [core::ptr::null(); 2], left: 0, share: 0 };
 
-    /// `weights`, over `tiles`.
-    fn of<E>(weights: Option<Weights<E>>, tiles: usize) -> Next {
-        let Some(weights) = weights else { return Next::NONE };
+    /// `weights`, all at once until they are [shared](Next::over).
+    fn of<E>(weights: &Weights<E>) -> Next {
         let left = weights.rows * weights.stride[0] * size_of::<E>();
-        Next { from: weights.base.map(<*const E>::cast), left, share: left.div_ceil(tiles.max(1)).next_multiple_of(64) }
+        Next { from: weights.base.map(<*const E>::cast), left, share: left }
+    }
+
+    /// Asked for over `tiles`.
+    fn over(self, tiles: usize) -> Next {
+        Next { share: self.left.div_ceil(tiles.max(1)).next_multiple_of(64), ..self }
     }
 
     /// A tile's share.
@@ -547,10 +659,10 @@ impl Next {
 /// the only one, those after it ask for the weights `next`.
 ///
 /// # Safety
-/// Weights are readable; `packed` and `sums` are as large as the [`Plan`] says; the level exists.
-pub(crate) unsafe fn multiply<S: Simd, D: Dot<S>>(
+/// Weights are readable; `packed` has the rows, and `sums` room for a sum of each with each; the level exists.
+unsafe fn multiply<S: Simd, D: Dot<S>>(
     weights: &Weights<D::Elem>,
-    next: Option<Weights<D::Elem>>,
+    next: Next,
     packed: *const f32,
     cols: usize,
     sums: *mut f32,
@@ -561,9 +673,9 @@ pub(crate) unsafe fn multiply<S: Simd, D: Dot<S>>(
         return unsafe { tile_by_tile::<S, D>(weights, packed, cols, sums, sums_stride) };
     }
     let k = weights.k;
-    let (row_packed, lines) = (k.div_ceil(D::CHUNK) * D::CHUNK, k / D::LINE_ELEMS);
+    let (row_packed, lines) = (packed_row::<S, D>(k), k / D::LINE_ELEMS);
     let tiles = (cols.div_ceil(D::TILE_COLS) - 1) * weights.streams();
-    let (mut none, mut next) = (Next::NONE, Next::of(next, tiles));
+    let (mut none, mut next) = (Next::NONE, next.over(tiles));
     let mut m = 0;
     while m < cols {
         let width = group::<S, D>(cols - m);
@@ -590,7 +702,7 @@ unsafe fn tile_by_tile<S: Simd, D: Dot<S>>(
     sums_stride: usize,
 ) {
     let (n, k) = (weights.all_rows(), weights.k);
-    let row_packed = k.div_ceil(D::CHUNK) * D::CHUNK;
+    let row_packed = packed_row::<S, D>(k);
     let groups = cols.div_ceil(D::TILE_COLS);
     let mut none = Next::NONE;
     let mut j = 0;
@@ -629,7 +741,7 @@ pub(crate) unsafe fn scores<S: Simd, D: Dot<S>>(
     sums: *mut f32,
     sums_stride: usize,
 ) {
-    let (k, row_packed) = (keys.k, keys.k.div_ceil(D::CHUNK) * D::CHUNK);
+    let (k, row_packed) = (keys.k, packed_row::<S, D>(keys.k));
     let (mut m, mut none) = (0, Next::NONE);
     while m < cols {
         let width = group::<S, D>(cols - m);
@@ -648,7 +760,7 @@ pub(crate) unsafe fn scores<S: Simd, D: Dot<S>>(
 /// Packs rows into the groups [`multiply`] expects; rows that are not f32 pass through `wide`, `k` f32.
 ///
 /// # Safety
-/// `packed` is as large as the [`Plan`] says, `wide` has `k` elements; the level exists.
+/// `packed` has room for as many [packed rows](packed_row), `wide` for `k` elements; the level exists.
 pub(crate) unsafe fn pack_rows<S: Simd, D: Dot<S>>(
     row: impl Fn(usize) -> Row,
     cols: usize,
@@ -656,7 +768,7 @@ pub(crate) unsafe fn pack_rows<S: Simd, D: Dot<S>>(
     wide: *mut f32,
     packed: *mut f32,
 ) {
-    let row_packed = k.div_ceil(D::CHUNK) * D::CHUNK;
+    let row_packed = packed_row::<S, D>(k);
     let mut first = 0;
     while first < cols {
         let width = group::<S, D>(cols - first);

@@ -300,7 +300,13 @@ mod experts {
             let chosen = chosen.min(experts);
             let m = mixture(wd, [rows, experts, chosen, n, k], few, gap, seed);
             let on_unit = order > 0 && isa.has_matrix_unit();
-            let size = if on_unit { 4.0 / (1 << 15) as f32 } else { ORDER };
+            let in_pairs = order == 2 && isa.multiplies_pairs();
+            let size = match (on_unit, in_pairs) {
+                (true, _) => 4.0 / (1 << 15) as f32,
+                // Those of an expert that one row goes to are not rounded: a bound for both.
+                (_, true) => 1.0 / 256.0,
+                _ => ORDER,
+            };
             let p = experts_up::Params { activation: Activation::Silu as u32, order, normalise, eps: 0.0 };
             let [expected, got] = both::<ExpertsUp>(isa, &p, &[m.x, m.logits.clone(), m.gate, m.up, m.made, Memory::absent()], step(0, rows as u32), 0);
             // A gate and what it opens are sums of at most k numbers below 1.
@@ -442,6 +448,47 @@ mod linear {
         order > 0 && isa.has_matrix_unit() && k > 0 && k.is_multiple_of(32) && rows >= least
     }
 
+    /// As many as `k`, in whole tiles where there is a unit for these.
+    fn whole(isa: Isa, k: usize) -> usize {
+        if isa.has_matrix_unit() { k.next_multiple_of(32) } else { k }
+    }
+
+    /// Whether x and w are rounded to bf16 and multiplied in pairs.
+    fn is_in_pairs(isa: Isa, order: u32, x: &Memory, w: &Memory) -> bool {
+        let is_for = [DType::Bf16, DType::Q8, DType::Q4].contains(&w.tensor().dtype());
+        order == Order::Prompt as u32 && isa.multiplies_pairs() && x.tensor().extent(0) >= 2 && is_for
+    }
+
+    /// A matrix of what bf16 has next to the elements of this.
+    fn rounded(matrix: &Memory) -> Memory {
+        let (tensor, extents) = (matrix.tensor(), [0, 1].map(|dim| matrix.tensor().extent(dim)));
+        Memory::new(DType::Bf16, &extents, 0, 0, |i| tensor.get([i / extents[1], i % extents[1]]))
+    }
+
+    /// [`both`], in pairs with the reference of `matrices` that are [rounded]: its operands before it, and those after each.
+    fn as_taken<K: MacroKernel + Numbered, const N: usize>(
+        (isa, p): (Isa, &K::Params),
+        io: &[Memory; N],
+        (in_pairs, matrices): (bool, &[usize]),
+        (step, row_first): (Step, u32),
+    ) -> ([Memory; N], [Vec<Memory>; 2]) {
+        let [expected, got] = both::<K>(isa, p, io, step, row_first);
+        let mut taken = io.clone();
+        if !in_pairs {
+            return (taken, [expected, got]);
+        }
+        matrices.iter().for_each(|&at| taken[at] = rounded(&io[at]));
+        let [expected, _] = both::<K>(isa, p, &taken, step, row_first);
+        (taken, [expected, got])
+    }
+
+    /// What pairs may be off beside the products of what is [rounded], which are exact: another order of summation, and subnormal numbers, which are zeros.
+    fn bound_of_pairs(x: &Memory, w: &Memory, r: usize, n: usize) -> f32 {
+        let (xt, wt) = (x.tensor(), w.tensor());
+        let lost: f32 = (0..xt.extent(1)).map(|k| xt.get([r, k]).abs() + wt.get([n, k]).abs() + 2.0).sum();
+        2.0 * bound(x, w, r, n) + lost * f32::MIN_POSITIVE
+    }
+
     /// [`bound`], or what a matrix unit may be off. In two terms of bf16 a number keeps 16 bits, so that each is off by 2^-17 of
     /// its size, and its second term is at most 2^-8 of it: with bf16 weights sum |x| |w| * 2^-17; where weights are in terms too,
     /// 2^-17 for each factor and 2^-16 for the product of their second terms, which is left out, together 2^-15. Each order of
@@ -468,7 +515,7 @@ mod linear {
         ) {
             // Long rows pass the prefetch distance and the block of k; whole tiles and several of them are a matrix unit's.
             let (rows, n, k) = match order {
-                2 => (below(3, 1) * rows, below(4, 2) * n, if long { k * below(3, 1) } else { k }.next_multiple_of(32)),
+                2 => (below(3, 1) * rows, below(4, 2) * n, whole(isa, if long { k * below(3, 1) } else { k })),
                 _ => (rows, n, if long { k * below(23, 1) } else { k }),
             };
             let x = Memory::new(xd, &[rows + extra_rows, k], gap, skew, |i| special(kind, seed, i));
@@ -483,7 +530,9 @@ mod linear {
             let io = io_of([x, w, bias, residual, y]);
             let on_unit = is_on_unit(isa, order, &io[0], &io[1]);
             let p = Params { activation: ACTIVATIONS[activation] as u32, eps: 0.0, order, ..Default::default() };
-            let [expected, got] = both::<Linear>(isa, &p, &io, step(0, 3 + rows as u32), 3);
+            let in_pairs = is_in_pairs(isa, order, &io[0], &io[1]);
+            let (io, [expected, got]) =
+                as_taken::<Linear, _>((isa, &p), &io, (in_pairs, &[0, 1]), (step(0, 3 + rows as u32), 3));
             let (expected, got) = (expected[4].values(), got[4].values());
             for (i, (e, g)) in expected.iter().zip(&got).enumerate() {
                 let (r, c) = (i / n, i % n);
@@ -492,10 +541,11 @@ mod linear {
                     continue;
                 }
                 // No activation is steeper than 1.13.
-                let tolerance = 1.2 * bound_by(on_unit, &io[0], &io[1], r, c) + unit(yd) * (e.abs() + 1.0);
+                let off = if in_pairs { bound_of_pairs(&io[0], &io[1], r, c) } else { bound_by(on_unit, &io[0], &io[1], r, c) };
+                let tolerance = 1.2 * off + unit(yd) * (e.abs() + 1.0);
                 // An infinite output may come of a finite sum's rounding only where f16 ends. With activations in two terms an
                 // infinite weight may give NaN, of which activations make what they will.
-                let is_lost = on_unit && e.is_infinite();
+                let is_lost = (on_unit || in_pairs) && e.is_infinite();
                 prop_assert!(is_lost || near(*e, *g, tolerance), "{} [{r}, {c}]: {g}, expected {e} +- {tolerance}", isa.name());
             }
         }
@@ -506,7 +556,7 @@ mod linear {
             isa in isas(), is_q4 in any::<bool>(), rows in 0..below(20, 3), n in 1..below(23, 6), k in 1..below(700, 150), gap in 0usize..9,
             tiny in any::<bool>(), gated in any::<bool>(), order in 0u32..3, seed in any::<u64>(),
         ) {
-            let (rows, n, k) = if order == 2 { (below(3, 1) * rows, below(4, 2) * n, k.next_multiple_of(32)) } else { (rows, n, k) };
+            let (rows, n, k) = if order == 2 { (below(3, 1) * rows, below(4, 2) * n, whole(isa, k)) } else { (rows, n, k) };
             // Blocks of very different sizes, some of zeros, some too small for an inverse.
             let size = |i: usize| [1.0, 100.0, 0.0, if tiny { 1e-36 } else { 1e-3 }][i / Q8.elems % 4];
             let x = Memory::new(DType::F32, &[rows, k], gap, 1, |i| size(i % k) * noise(seed, i));
@@ -520,6 +570,23 @@ mod linear {
                 }
             };
             let (block_elems, steps) = if is_q4 { (Q4_BLOCK, 254.0) } else { (Q8.elems, 16384.0) };
+            let y = Memory::new(DType::F32, &[rows, n], gap, 0, |_| 77.0);
+            let (w, up) = (weights(2), weights(4));
+            let in_pairs = is_in_pairs(isa, order, &x, &w);
+            let (x, w, up, expected, got) = if gated {
+                let io = [x, w, up, Memory::absent(), Memory::absent(), y, Memory::absent()];
+                let p = gated_linear::Params { activation: ACTIVATIONS[0] as u32, eps: 0.0, order, ..Default::default() };
+                let (io, [e, g]) =
+                    as_taken::<GatedLinear, _>((isa, &p), &io, (in_pairs, &[0, 1, 2]), (step(0, rows as u32), 0));
+                let [x, w, up, ..] = io;
+                (x, w, up, e[5].values(), g[5].values())
+            } else {
+                let io = io_of([x, w, Memory::absent(), Memory::absent(), y]);
+                let p = Params { activation: 0, eps: 0.0, order, ..Default::default() };
+                let (io, [e, g]) = as_taken::<Linear, _>((isa, &p), &io, (in_pairs, &[0, 1]), (step(0, rows as u32), 0));
+                let [x, w, ..] = io;
+                (x, w, up, e[4].values(), g[4].values())
+            };
             let off = |w: &Memory, r: usize, c: usize| {
                 let (xt, wt) = (x.tensor(), w.tensor());
                 let block = |b: usize| {
@@ -527,23 +594,12 @@ mod linear {
                     let largest = range.clone().map(|i| xt.get([r, i]).abs()).fold(0f32, f32::max);
                     largest * range.map(|i| wt.get([c, i]).abs()).sum::<f32>()
                 };
-                if is_on_unit(isa, order, &x, w) {
+                if in_pairs {
+                    return bound_of_pairs(&x, w, r, c);
+                } else if is_on_unit(isa, order, &x, w) {
                     return bound_by(true, &x, w, r, c);
                 }
                 (0..k.div_ceil(block_elems)).map(block).sum::<f32>() / steps + bound(&x, w, r, c)
-            };
-            let y = Memory::new(DType::F32, &[rows, n], gap, 0, |_| 77.0);
-            let (w, up) = (weights(2), weights(4));
-            let (expected, got) = if gated {
-                let io = [x.clone(), w.clone(), up.clone(), Memory::absent(), Memory::absent(), y, Memory::absent()];
-                let p = gated_linear::Params { activation: ACTIVATIONS[0] as u32, eps: 0.0, order, ..Default::default() };
-                let [e, g] = both::<GatedLinear>(isa, &p, &io, step(0, rows as u32), 0);
-                (e[5].values(), g[5].values())
-            } else {
-                let io = io_of([x.clone(), w.clone(), Memory::absent(), Memory::absent(), y]);
-                let p = Params { activation: 0, eps: 0.0, order, ..Default::default() };
-                let [e, g] = both::<Linear>(isa, &p, &io, step(0, rows as u32), 0);
-                (e[4].values(), g[4].values())
             };
             let product = |w: &Memory, r: usize, c: usize| -> f32 {
                 (0..k).map(|i| x.tensor().get([r, i]) * w.tensor().get([c, i])).sum::<f32>().abs()
@@ -567,7 +623,7 @@ mod linear {
             gap in 0usize..9, skew in 0usize..2, biased in any::<bool>(), activation in 0usize..5, order in 0u32..3,
             seed in any::<u64>(),
         ) {
-            let (rows, n, k) = if order == 2 { (below(3, 1) * rows, below(4, 2) * n, k.next_multiple_of(32)) } else { (rows, n, k) };
+            let (rows, n, k) = if order == 2 { (below(3, 1) * rows, below(4, 2) * n, whole(isa, k)) } else { (rows, n, k) };
             let x = Memory::new(xd, &[rows, k], gap, skew, |i| noise(seed, i));
             let gate = Memory::new(wd, &[n, k], gap, skew, |i| noise(seed ^ 1, i));
             let up = Memory::new(wd, &[n, k], 0, skew, |i| noise(seed ^ 2, i));
@@ -578,11 +634,16 @@ mod linear {
             let y = Memory::new(DType::F32, &[rows, n], gap, skew, |_| 77.0);
             let io = [x, gate, up, bias(3), bias(4), y, Memory::absent()];
             let p = gated_linear::Params { activation: ACTIVATIONS[activation] as u32, eps: 0.0, order, ..Default::default() };
-            let [expected, got] = both::<GatedLinear>(isa, &p, &io, step(0, rows as u32), 0);
+            let in_pairs = is_in_pairs(isa, order, &io[0], &io[1]);
+            let (io, [expected, got]) =
+                as_taken::<GatedLinear, _>((isa, &p), &io, (in_pairs, &[0, 1, 2]), (step(0, rows as u32), 0));
             let (expected, got) = (expected[5].values(), got[5].values());
             for (i, (e, g)) in expected.iter().zip(&got).enumerate() {
                 let (r, c) = (i / n, i % n);
-                let bound = |i: usize| bound_by(is_on_unit(isa, order, &io[0], &io[i]), &io[0], &io[i], r, c);
+                let bound = |i: usize| match in_pairs {
+                    true => bound_of_pairs(&io[0], &io[i], r, c),
+                    false => bound_by(is_on_unit(isa, order, &io[0], &io[i]), &io[0], &io[i], r, c),
+                };
                 let (dg, du) = (1.2 * bound(1) + 1e-5, bound(2) + 1e-5);
                 // Each factor is off by its bound; both factors are at most their bound's sum in size.
                 let size = |d: f32| d / ORDER + 1.0;

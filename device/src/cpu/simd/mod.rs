@@ -20,6 +20,8 @@ mod neon;
 mod portable;
 mod vecmath;
 
+#[cfg(target_arch = "x86_64")]
+pub(crate) use avx512::{Avx512 as Vectors, BrainRow, Pairs, STEP, Widened};
 pub(crate) use vecmath::{activate, exp};
 
 use perpetua_shared::dtype::{self, Lines};
@@ -216,8 +218,10 @@ pub(crate) unsafe fn round<S: Simd>(x: S::F) -> S::F {
 pub(crate) trait Dot<S: Simd> {
     /// Storage of a weight.
     type Elem: Copy;
-    /// Weights of a step; a step of packed activations takes the room of as many f32.
+    /// Weights of a step.
     const CHUNK: usize;
+    /// f32 that a step of packed activations takes the room of.
+    const ROOM: usize = Self::CHUNK;
     /// Weights of a cache line, whole steps.
     const LINE_ELEMS: usize = {
         let elems = 64 / size_of::<Self::Elem>();
@@ -232,7 +236,7 @@ pub(crate) trait Dot<S: Simd> {
         // SAFETY: the caller's promises are the same.
         unsafe { S::call(leaf) }
     }
-    /// Packs a step of `n <= CHUNK` activations, zero beyond.
+    /// Packs a step of `n <= CHUNK` activations into its [`Dot::ROOM`], zero beyond.
     unsafe fn pack(dst: *mut f32, src: *const f32, n: usize);
     /// sums[r][m] += the products of step `c` of the weight rows `w` and of the packed group of `M` activation rows at `x`,
     /// summed within a lane in a fixed order. The step has `n` weights, [`Dot::CHUNK`] or, at a row's end, fewer; none beyond is
@@ -650,6 +654,8 @@ enum Known {
     #[cfg(target_arch = "x86_64")]
     Avx512Vnni,
     #[cfg(target_arch = "x86_64")]
+    Avx512Bf16,
+    #[cfg(target_arch = "x86_64")]
     Avx512Amx,
     #[cfg(target_arch = "aarch64")]
     Neon,
@@ -686,9 +692,14 @@ impl Isa {
                         sets.push(Isa(Known::Avx512));
                         if has!("avx512vnni") {
                             sets.push(Isa(Known::Avx512Vnni));
-                            // Cores with the unit have these conversions; `amx` counts on them.
-                            if has!("avx512bf16") && super::amx::is_available() {
-                                sets.push(Isa(Known::Avx512Amx));
+                            if has!("avx512bf16") {
+                                if is_amd() {
+                                    sets.push(Isa(Known::Avx512Bf16));
+                                }
+                                // Cores with the unit have these conversions; `amx` counts on them.
+                                if super::amx::is_available() {
+                                    sets.push(Isa(Known::Avx512Amx));
+                                }
                             }
                         }
                     }
@@ -721,6 +732,8 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Known::Avx512Vnni => "avx512-vnni",
             #[cfg(target_arch = "x86_64")]
+            Known::Avx512Bf16 => "avx512-bf16",
+            #[cfg(target_arch = "x86_64")]
             Known::Avx512Amx => "avx512-amx",
             #[cfg(target_arch = "aarch64")]
             Known::Neon => "neon",
@@ -737,6 +750,14 @@ impl Isa {
         false
     }
 
+    /// Whether its vectors multiply pairs of bf16 as often as f32, for `simd::avx512::Pairs`.
+    pub fn multiplies_pairs(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        return self.0 == Known::Avx512Bf16;
+        #[cfg(not(target_arch = "x86_64"))]
+        false
+    }
+
     /// Runs `body` with this set.
     #[inline]
     pub(crate) fn run<B: Body>(self, body: B) -> B::Output {
@@ -749,7 +770,7 @@ impl Isa {
                 #[cfg(target_arch = "x86_64")]
                 Known::Avx512 => body.run::<Avx512>(),
                 #[cfg(target_arch = "x86_64")]
-                Known::Avx512Vnni | Known::Avx512Amx => body.run::<Avx512Vnni>(),
+                Known::Avx512Vnni | Known::Avx512Bf16 | Known::Avx512Amx => body.run::<Avx512Vnni>(),
                 #[cfg(target_arch = "aarch64")]
                 Known::Neon => body.run::<Neon>(),
                 #[cfg(target_arch = "aarch64")]
@@ -757,6 +778,14 @@ impl Isa {
             }
         }
     }
+}
+
+/// Whether the processor is AMD's, all of which that multiply pairs of bf16 do so as often as f32. By its name and not by its speed, since what it computes with
+/// decides about bits.
+#[cfg(target_arch = "x86_64")]
+fn is_amd() -> bool {
+    let leaf = core::arch::x86_64::__cpuid(0);
+    [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes).as_flattened() == b"AuthenticAMD"
 }
 
 macro_rules! with_features {

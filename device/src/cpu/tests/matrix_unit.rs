@@ -5,9 +5,9 @@
 //! one of the module's head, and each of the three products is at least 2^-10 of an output.
 
 use super::Memory;
-use crate::cpu::amx::{self, Amx, Config, InPlace, InTerms, Source, Tiles, Unit, Vectors};
+use crate::cpu::amx::{self, Amx, Config, InPlace, InTerms, Source, Tiles, Unit};
 use crate::cpu::outer::Products;
-use crate::cpu::simd::{F16, F32, Q4, Q8};
+use crate::cpu::simd::{F16, F32, Q4, Q8, Vectors};
 use half::bf16;
 use perpetua_shared::DType;
 use perpetua_shared::dtype;

@@ -20,10 +20,10 @@
 use super::Params;
 use super::cpu::{Divide, MAX_HEAD_DIM, Seen};
 use crate::cpu::Scratch;
-use crate::cpu::amx::{self, InPlace, TILE, Tiles, Vectors};
+use crate::cpu::amx::{self, InPlace, TILE, Tiles};
 use crate::cpu::outer::{self, Products};
 use crate::cpu::rows::Row;
-use crate::cpu::simd::{Leaf, Simd, exp, with_avx512_bf16};
+use crate::cpu::simd::{Leaf, STEP, Simd, Vectors, exp, with_avx512_bf16};
 use crate::io::Tensor;
 use crate::kernels::linear::Order;
 use core::arch::x86_64::*;
@@ -187,7 +187,7 @@ impl Attend<'_> {
         areas: Areas,
     ) {
         let d = self.q.extent(3);
-        let long = seen.next_multiple_of(amx::STEP);
+        let long = seen.next_multiple_of(STEP);
         // SAFETY: the operands and areas are `head`'s.
         unsafe {
             let packed = areas.packed.add(first * d);
@@ -252,7 +252,7 @@ impl Leaf for Block {
                     seen = largest(seen, _mm256_loadu_si256(keys.add(t * k_stride + i).cast()));
                 }
             }
-            for t in (0..n).step_by(amx::STEP) {
+            for t in (0..n).step_by(STEP) {
                 for i in (0..d).step_by(TILE) {
                     for (p, pair) in pairs.0.iter_mut().enumerate() {
                         let (mut even, mut odd) = (_mm256_setzero_si256(), _mm256_setzero_si256());
@@ -319,7 +319,7 @@ impl Leaf for Softmax {
             let relative = _mm512_mask_mov_ps(new, is_nothing, _mm512_setzero_ps());
             let rescale = exp::<Vectors>(_mm512_sub_ps(old, relative));
             let mut sum = _mm512_mul_ps(_mm512_loadu_ps(total), rescale);
-            let long = n.next_multiple_of(amx::STEP);
+            let long = n.next_multiple_of(STEP);
             let [hi, lo] = [weights, weights.add(TILE * long / 2)];
             for t in (0..long).step_by(2) {
                 let (mut even, mut odd) = (_mm512_setzero_ps(), _mm512_setzero_ps());

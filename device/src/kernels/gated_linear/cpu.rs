@@ -1,12 +1,12 @@
 //! The CPU body of `gated_linear`: two gate rows and two up rows in a tile, so that both matrices stream together. See
 //! `cpu::gemm`; the tolerance is `linear`'s for each factor.
 
-use super::super::linear::cpu::{By, InPanels};
+use super::super::linear::cpu::{By, InPanels, Supplied};
 use super::*;
-use crate::cpu::gemm::{self, Plan, Weights};
+use crate::cpu::gemm::{self, InPlace, Supply, Weights};
 use crate::cpu::outer::{self, Outer, Products};
 use crate::cpu::rows::{self, Row};
-use crate::cpu::simd::{Body, Dot, Leaf, Level, Simd, activate};
+use crate::cpu::simd::{Body, Leaf, Level, Simd, activate};
 use crate::io::Tensor;
 use core::marker::PhantomData;
 use perpetua_shared::DType;
@@ -43,6 +43,11 @@ impl Body for Gated<'_> {
         unsafe {
             match self.by {
                 By::Lanes => {}
+                #[cfg(target_arch = "x86_64")]
+                By::Pairs => {
+                    let dtype = self.gate.dtype();
+                    return self.in_pairs(dtype);
+                }
                 By::Outer => return self.in_panels::<L::S, Outer>(),
                 #[cfg(target_arch = "x86_64")]
                 By::Tiles => {
@@ -51,11 +56,11 @@ impl Body for Gated<'_> {
                 }
             }
             match self.gate.dtype() {
-                DType::Bf16 => self.with::<L::S, L::Bf16>(),
-                DType::F16 => self.with::<L::S, L::F16>(),
-                DType::Q8 => self.with::<L::S, L::Q8>(),
-                DType::Q4 => self.with::<L::S, L::Q4>(),
-                _ => self.with::<L::S, L::F32>(),
+                DType::Bf16 => self.supplied::<L::S, InPlace<L::Bf16>>(),
+                DType::F16 => self.supplied::<L::S, InPlace<L::F16>>(),
+                DType::Q8 => self.supplied::<L::S, InPlace<L::Q8>>(),
+                DType::Q4 => self.supplied::<L::S, InPlace<L::Q4>>(),
+                _ => self.supplied::<L::S, InPlace<L::F32>>(),
             }
         }
     }
@@ -74,44 +79,33 @@ impl InPanels for Gated<'_> {
     }
 }
 
-impl Gated<'_> {
-    unsafe fn with<S: Simd, D: Dot<S>>(self) {
+impl Supplied for Gated<'_> {
+    unsafe fn supplied<S: Simd, P: Supply<S>>(self) {
         let (n, k) = (self.gate.extent(0), self.gate.extent(1));
         if self.rows == 0 || n == 0 {
             return;
         }
         assert!(self.up.extent(0) == n && self.up.extent(1) == k, "gate and up must have one shape");
-        let plan = Plan::new(self.rows, k);
         let weights = Weights {
-            base: [Weights::<D::Elem>::base_of(&self.gate), Weights::<D::Elem>::base_of(&self.up)],
+            base: [&self.gate, &self.up].map(Weights::<P::Elem>::base_of),
             stride: [self.gate.stride(0), self.up.stride(0)],
             rows: n,
             paired: true,
             k,
         };
-        let part = weights.part_rows::<S, D>(plan.block_rows);
-        let [packed, wide, sums] = self.scratch.areas([plan.packed_floats, k, plan.block_rows * 2 * part]);
-        let mut first = 0;
-        while first < self.rows {
-            let cols = plan.block_rows.min(self.rows - first);
-            // SAFETY: the areas are as large as the plan says; both boxes hold n rows of k (as do rows of `x`, or
-            // `Row::of` panics); the level exists (caller).
-            unsafe {
-                weights.prefetch::<S, D>();
-                gemm::pack_rows::<S, D>(|m| Row::of(&self.x, [first + m, 0], k), cols, k, wide, packed);
-                let mut column = 0;
-                while column < n {
-                    let next = (column + part < n).then(|| weights.part(column + part, part.min(n - column - part)));
-                    let n = part.min(n - column);
-                    gemm::multiply::<S, D>(&weights.part(column, n), next, packed, cols, sums, 2 * n);
-                    self.finish::<S>([first, cols], [column, n], [sums, sums.add(n)], 2 * n);
-                    column += n;
-                }
-            }
-            first += cols;
+        let areas = self.scratch.areas(gemm::areas::<S, P>(self.rows, &weights));
+        // SAFETY: the areas are as asked for; both boxes hold n rows of k, whole lines where they have lines; a part's sums lie as `finish` is
+        // told; the level exists (caller).
+        unsafe {
+            gemm::products::<S, P>(&self.x, self.rows, &weights, areas, |rows, columns, gates| {
+                let n = columns[1];
+                self.finish::<S>(rows, columns, [gates, gates.add(n)], 2 * n);
+            });
         }
     }
+}
 
+impl Gated<'_> {
     /// Writes columns `column..column + n` of `rows` rows from `first` on, of whose gates and ups there are sums, in rows `stride`
     /// apart.
     unsafe fn finish<S: Simd>(

@@ -1,14 +1,16 @@
 //! The CPU body of `linear`: see `cpu::gemm` for how the products are formed, and `cpu::outer` and
 //! `cpu::amx` for other orders.
 //!
-//! Activations are kept in f32 whatever the weights are, so only the order of summation differs from the reference.
-//! Tolerance per output: sum |x| |w| * 2^-18; on a matrix unit 2^-16 with weights of bf16, 2^-14 with others.
+//! Activations are kept in f32 whatever the weights are, so only the order of summation differs from the reference, but in prompts where the core multiplies
+//! pairs of bf16 ([`By::Pairs`]): there activations are rounded to bf16, as tensor cores take them, and weights in fewer bits are.
+//! Tolerance per output: sum |x| |w| * 2^-18; on a matrix unit 2^-16 with weights of bf16, 2^-14 with others; of pairs 2^-18 beside what is rounded, with it 2^-8,
+//! or 2^-7 where weights are rounded too.
 
 use super::*;
-use crate::cpu::gemm::{self, Plan, Weights};
+use crate::cpu::gemm::{self, InPlace, Supply, Weights};
 use crate::cpu::outer::{self, Outer, Products};
 use crate::cpu::rows::{self, Row};
-use crate::cpu::simd::{Body, Dot, Leaf, Level, Simd, activate};
+use crate::cpu::simd::{Body, Leaf, Level, Simd, activate};
 use crate::io::Tensor;
 use core::marker::PhantomData;
 use perpetua_shared::DType;
@@ -26,6 +28,9 @@ pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<
 pub(in crate::kernels) enum By {
     /// `cpu::gemm`.
     Lanes,
+    /// The same with both factors in bf16.
+    #[cfg(target_arch = "x86_64")]
+    Pairs,
     /// `cpu::outer`.
     Outer,
     /// `cpu::amx`.
@@ -48,6 +53,14 @@ impl By {
         {
             return By::Tiles;
         }
+        #[cfg(target_arch = "x86_64")]
+        if order == Order::Prompt
+            && x.extent(0) >= 2
+            && scratch.isa.multiplies_pairs()
+            && matches!(w.dtype(), DType::Bf16 | DType::Q8 | DType::Q4)
+        {
+            return By::Pairs;
+        }
         #[cfg(not(target_arch = "x86_64"))]
         let _ = (x, scratch);
         if is_outer { By::Outer } else { By::Lanes }
@@ -60,6 +73,31 @@ impl By {
 /// of the time, with 32 1.0, with 64 0.7 (Sapphire Rapids, 2026-11-21).
 #[cfg(target_arch = "x86_64")]
 pub(crate) const ROWS_TO_SPLIT: usize = 32;
+
+/// What is done with products of weights that come as `P` has them.
+pub(in crate::kernels) trait Supplied: Sized {
+    /// # Safety
+    /// The level exists; `P` is for the weights' dtype.
+    unsafe fn supplied<S: Simd, P: Supply<S>>(self);
+
+    /// With pairs of bf16, of weights of `dtype`.
+    ///
+    /// # Safety
+    /// The processor has them.
+    #[cfg(target_arch = "x86_64")]
+    unsafe fn in_pairs(self, dtype: DType) {
+        use crate::cpu::gemm::AsPairs;
+        use crate::cpu::simd::{Pairs, Q4, Q8, Vectors};
+        // SAFETY: the caller's promise.
+        unsafe {
+            match dtype {
+                DType::Q8 => self.supplied::<Vectors, AsPairs<Q8>>(),
+                DType::Q4 => self.supplied::<Vectors, AsPairs<Q4>>(),
+                _ => self.supplied::<Vectors, InPlace<Pairs>>(),
+            }
+        }
+    }
+}
 
 /// What is done with products of whole panels.
 pub(in crate::kernels) trait InPanels: Sized {
@@ -107,6 +145,11 @@ impl Body for Linear<'_> {
         unsafe {
             match self.by {
                 By::Lanes => {}
+                #[cfg(target_arch = "x86_64")]
+                By::Pairs => {
+                    let dtype = self.w.dtype();
+                    return self.in_pairs(dtype);
+                }
                 By::Outer => return self.in_panels::<L::S, Outer>(),
                 #[cfg(target_arch = "x86_64")]
                 By::Tiles => {
@@ -115,11 +158,11 @@ impl Body for Linear<'_> {
                 }
             }
             match self.w.dtype() {
-                DType::Bf16 => self.with::<L::S, L::Bf16>(),
-                DType::F16 => self.with::<L::S, L::F16>(),
-                DType::Q8 => self.with::<L::S, L::Q8>(),
-                DType::Q4 => self.with::<L::S, L::Q4>(),
-                _ => self.with::<L::S, L::F32>(),
+                DType::Bf16 => self.supplied::<L::S, InPlace<L::Bf16>>(),
+                DType::F16 => self.supplied::<L::S, InPlace<L::F16>>(),
+                DType::Q8 => self.supplied::<L::S, InPlace<L::Q8>>(),
+                DType::Q4 => self.supplied::<L::S, InPlace<L::Q4>>(),
+                _ => self.supplied::<L::S, InPlace<L::F32>>(),
             }
         }
     }
@@ -157,35 +200,23 @@ impl Linear<'_> {
             }
         }
     }
+}
 
-    unsafe fn with<S: Simd, D: Dot<S>>(self) {
+impl Supplied for Linear<'_> {
+    unsafe fn supplied<S: Simd, P: Supply<S>>(self) {
         let (n, k) = (self.w.extent(0), self.w.extent(1));
         if self.rows == 0 || n == 0 {
             return;
         }
-        let plan = Plan::new(self.rows, k);
-        let base = Weights::<D::Elem>::base_of(&self.w);
+        let base = Weights::<P::Elem>::base_of(&self.w);
         let weights = Weights { base: [base; 2], stride: [self.w.stride(0); 2], rows: n, paired: false, k };
-        let part = weights.part_rows::<S, D>(plan.block_rows);
-        let [packed, wide, sums] = self.scratch.areas([plan.packed_floats, k, plan.block_rows * part]);
-        let mut first = 0;
-        while first < self.rows {
-            let cols = plan.block_rows.min(self.rows - first);
-            // SAFETY: the areas are as large as the plan says; the weights' box holds n rows of k (rows of `x` are of
-            // that length, or `Row::of` panics); the level exists (caller).
-            unsafe {
-                weights.prefetch::<S, D>();
-                gemm::pack_rows::<S, D>(|m| Row::of(&self.x, [first + m, 0], k), cols, k, wide, packed);
-                let mut column = 0;
-                while column < n {
-                    let next = (column + part < n).then(|| weights.part(column + part, part.min(n - column - part)));
-                    let n = part.min(n - column);
-                    gemm::multiply::<S, D>(&weights.part(column, n), next, packed, cols, sums, n);
-                    self.finish::<S>([first, cols], [column, n], sums, n);
-                    column += n;
-                }
-            }
-            first += cols;
+        let areas = self.scratch.areas(gemm::areas::<S, P>(self.rows, &weights));
+        // SAFETY: the areas are as asked for; the weights' box holds n rows of k, whole lines where they have lines; a part's sums lie as `finish`
+        // is told; the level exists (caller).
+        unsafe {
+            gemm::products::<S, P>(&self.x, self.rows, &weights, areas, |rows, columns, sums| {
+                self.finish::<S>(rows, columns, sums, columns[1]);
+            });
         }
     }
 }

@@ -69,7 +69,7 @@ pub enum Order {
     /// As is fast for many rows, whatever that is: in graphs that do not decode.
     Free = 1,
     /// In prompts: as [`Order::Lanes`], so that tokens one by one give the same bits, except where the core has a matrix unit
-    /// that takes the weights, or attention's keys and values.
+    /// that takes the weights, or attention's keys and values, or multiplies pairs of bf16 as often as f32: then activations are rounded to bf16.
     Prompt = 2,
 }
 
