@@ -339,29 +339,39 @@ fn attend() {
                 }),
             });
         }
-        for (dtype, rows, group, n_kv, d, window, ahead) in [
-            (DType::Bf16, 512, 2, 8, 128, attention::ALL, 0),
-            (DType::F32, 128, 1, 12, 32, attention::ALL, attention::ALL),
-            (DType::F32, 16, 1, 12, 32, attention::ALL, attention::ALL),
-            (DType::F32, 1024, 1, 12, 64, attention::ALL, attention::ALL),
-            (DType::F32, 1024, 1, 12, 64, 65, 64),
+        use linear::Order::{Lanes, Prompt};
+        for (dtype, before, rows, group, n_kv, d, window, ahead, order) in [
+            (DType::Bf16, 0, 512, 2, 8, 128, attention::ALL, 0, Lanes),
+            (DType::Bf16, 0, 128, 2, 8, 128, attention::ALL, 0, Prompt),
+            (DType::Bf16, 384, 128, 2, 8, 128, attention::ALL, 0, Prompt),
+            (DType::Bf16, 1920, 128, 2, 8, 128, attention::ALL, 0, Prompt),
+            (DType::Bf16, 1920, 128, 4, 8, 64, attention::ALL, 0, Prompt),
+            (DType::F32, 0, 128, 1, 12, 32, attention::ALL, attention::ALL, Lanes),
+            (DType::F32, 0, 16, 1, 12, 32, attention::ALL, attention::ALL, Lanes),
+            (DType::F32, 0, 1024, 1, 12, 64, attention::ALL, attention::ALL, Lanes),
+            (DType::F32, 0, 1024, 1, 12, 64, 65, 64, Lanes),
         ] {
             let (cache, q, y) = (&cache, &q, &y);
             lines.push(Line {
-                name: format!("attention {dtype}, {rows} rows, {n_kv}x{group}x{d}, {window}+{ahead}, {}", isa.name()),
+                name: format!(
+                    "attention {dtype}, {rows} rows after {before}, {n_kv}x{group}x{d}, {window}+{ahead}, {order:?}, {}",
+                    isa.name()
+                ),
                 unit: "GFLOP/s",
                 round: Box::new(move || {
-                    let params = attention::Params { scale: 0.09, window, ahead, splits: 1, ..Default::default() };
+                    let order = order as u32;
+                    let params = attention::Params { scale: 0.09, window, ahead, splits: 1, order, ..Default::default() };
+                    let context = before + rows;
                     let seconds = timed(1, |_| {
                         let mut scratch = Scratch::with_isa(*isa);
                         let q = q.tensor(DType::F32, 0, &[rows, n_kv, group, d]);
                         let y = y.tensor(DType::F32, 0, &[rows, n_kv, group, d]);
-                        let k = cache.tensor(dtype, 0, &[n_kv, rows, d]);
-                        let v = cache.tensor(dtype, n_kv * rows * d, &[n_kv, rows, d]);
-                        let step = Step { rows: rows as u32, ..Step::default() };
+                        let k = cache.tensor(dtype, 0, &[n_kv, context, d]);
+                        let v = cache.tensor(dtype, n_kv * context * d, &[n_kv, context, d]);
+                        let step = Step { first_pos: before as u32, rows: rows as u32, ..Step::default() };
                         call::<Attention>(&[q, k, v, y], param_words(&params), step, &mut scratch);
                     });
-                    let of_row = |row| params.seen([0, rows as u32], row as u32);
+                    let of_row = |row| params.seen([before as u32, rows as u32], row as u32);
                     let seen: usize = (0..rows).map(of_row).map(|(first, end)| (end - first) as usize).sum();
                     (4 * n_kv * group * d * seen) as f64 / seconds / 1e9
                 }),

@@ -25,12 +25,13 @@ use crate::cpu::gemm::{self, Weights};
 use crate::cpu::rows::{self, Row, has_unit_stride};
 use crate::cpu::simd::{Bf16, Body, Dot, F16, F32, Leaf, Level, Simd, Storage, exp};
 use crate::io::Tensor;
+use crate::kernels::linear::Order;
 use core::marker::PhantomData;
 use core::ops::Range;
 use perpetua_shared::DType;
 
 /// Positions of a block: K and V of it (16 KiB each at d = 128 in bf16) stay in L1 beside a tile's queries.
-const BLOCK: usize = 64;
+pub(super) const BLOCK: usize = 64;
 
 /// In decode, positions of a block whose keys, or values, are read before it is the others' turn, with `queries`: the less there is to do with them, the sooner.
 ///
@@ -43,7 +44,7 @@ fn turn<S: Simd>(queries: usize) -> usize {
 const AHEAD_BYTES: usize = 8 << 10;
 
 /// Queries of a tile, where the group is not larger by itself.
-const QUERIES: usize = 16;
+const QUERIES: usize = 24;
 
 /// Longer heads' scores would need partial sums (see `gemm::scores`).
 pub(super) const MAX_HEAD_DIM: usize = 1024;
@@ -73,6 +74,13 @@ pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<
         if unsafe { task.run(scratch) } {
             return Ok(());
         }
+    }
+    #[cfg(target_arch = "x86_64")]
+    if p.order == Order::Prompt as u32 && scratch.isa.multiplies_pairs() && k.dtype() == DType::Bf16 {
+        use crate::cpu::simd::{Pairs, Vectors};
+        // SAFETY: the set has pairs.
+        unsafe { Attend { rows, seen, q, k, v, y, scratch }.with::<Vectors, Pairs, pairs::InPairs>() };
+        return Ok(());
     }
     scratch.isa.run(Attend { rows, seen, q, k, v, y, scratch });
     Ok(())
@@ -110,9 +118,9 @@ impl Body for Attend<'_> {
         // SAFETY: the level exists (caller).
         unsafe {
             match self.k.dtype() {
-                DType::Bf16 => self.with::<L::S, L::Bf16, Bf16>(),
-                DType::F16 => self.with::<L::S, L::F16, F16>(),
-                _ => self.with::<L::S, L::F32, F32>(),
+                DType::Bf16 => self.with::<L::S, L::Bf16, Each<Bf16>>(),
+                DType::F16 => self.with::<L::S, L::F16, Each<F16>>(),
+                _ => self.with::<L::S, L::F32, Each<F32>>(),
             }
         }
     }
@@ -120,13 +128,13 @@ impl Body for Attend<'_> {
 
 /// What a tile of queries keeps, in scratch.
 #[derive(Clone, Copy)]
-struct Tile {
+pub(super) struct Tile {
     queries: usize,
     /// Weighted sums, [queries, d rounded up to `width`].
-    sums: *mut f32,
-    width: usize,
+    pub(super) sums: *mut f32,
+    pub(super) width: usize,
     /// A block's scores, then their exponentials: [queries, BLOCK]; after them as many of the next block.
-    scores: *mut f32,
+    pub(super) scores: *mut f32,
     /// Running maximum and total of every query.
     max: *mut f32,
     total: *mut f32,
@@ -140,20 +148,14 @@ impl Attend<'_> {
         start.saturating_sub(t).min(end)..end
     }
 
-    unsafe fn with<S: Simd, D: Dot<S>, E: Storage<Elem = D::Elem>>(self) {
+    unsafe fn with<S: Simd, D: Dot<S>, V: Sums<S, Elem = D::Elem>>(self) {
         let (n_kv, group, d) = (self.q.extent(1), self.q.extent(2), self.q.extent(3));
         let tile_rows = (QUERIES / group.max(1)).max(1).min(self.rows);
         let queries = tile_rows * group;
-        let width = d.next_multiple_of(16);
-        // Whole chunks of 32 f32, the longest.
-        let [packed, wide, sums, scores, max, total] = self.scratch.areas([
-            queries * d.next_multiple_of(32),
-            d,
-            queries * width,
-            2 * queries * BLOCK,
-            queries,
-            queries,
-        ]);
+        // Both in whole steps of 32, the longest.
+        let width = d.next_multiple_of(32);
+        let [packed, wide, sums, scores, max, total] =
+            self.scratch.areas([queries * width, d, queries * width, 2 * queries * BLOCK, queries, queries]);
         for h in 0..n_kv {
             let mut row = 0;
             while row < self.rows {
@@ -164,7 +166,7 @@ impl Attend<'_> {
                 // last row's visible ones are inside K and V (checked by `run`).
                 unsafe {
                     gemm::pack_rows::<S, D>(query, tile.queries, d, wide, packed);
-                    self.tile::<S, D, E>(h, row, group, d, packed, tile);
+                    self.tile::<S, D, V>(h, row, group, d, packed, tile);
                     for m in 0..tile.queries {
                         let y = Row::of(&self.y, [row + m / group, h, m % group, 0], d);
                         let (sums, total) = (tile.sums.add(m * width), *tile.total.add(m));
@@ -176,7 +178,7 @@ impl Attend<'_> {
         }
     }
 
-    unsafe fn tile<S: Simd, D: Dot<S>, E: Storage<Elem = D::Elem>>(
+    unsafe fn tile<S: Simd, D: Dot<S>, V: Sums<S, Elem = D::Elem>>(
         &self,
         h: usize,
         row: usize,
@@ -203,7 +205,7 @@ impl Attend<'_> {
             let asks = self.rows == 1;
             let turn = if asks { turn::<S>(tile.queries) } else { BLOCK };
             let known = |t: usize| if asks { all - t } else { 0 };
-            let ahead = |stride: usize| (AHEAD_BYTES / size_of::<E::Elem>() / stride.max(1)).max(1);
+            let ahead = |stride: usize| (AHEAD_BYTES / size_of::<D::Elem>() / stride.max(1)).max(1);
             let score = |t: usize, part: Range<usize>, scores: *mut f32| {
                 let (t, n) = (t + part.start, part.len());
                 let keys =
@@ -225,13 +227,14 @@ impl Attend<'_> {
                     let seen = self.seen(row, group, m, t, n);
                     common = common.start.max(seen.start)..common.end.min(seen.end);
                     S::call(Softmax::<S> { tile, m, seen, scale: self.seen.p.scale, set: PhantomData });
+                    V::prepare(tile.scores.add(m * BLOCK));
                 }
                 common.end = common.end.max(common.start);
                 let alone = |part: &dyn Fn(Range<usize>) -> Range<usize>| {
                     for m in 0..tile.queries {
                         let part = part(self.seen(row, group, m, t, n));
                         if !part.is_empty() {
-                            add_values::<S, E>(&tile, m, 1, part, &Values { known: 0, ..values });
+                            add_values::<S, V>(&tile, m, 1, part, &Values { known: 0, ..values });
                         }
                     }
                 };
@@ -249,7 +252,7 @@ impl Attend<'_> {
                     }
                     let part = common.start.max(first)..common.end.min(end);
                     if !part.is_empty() {
-                        add_values::<S, E>(&tile, 0, tile.queries, part, &values);
+                        add_values::<S, V>(&tile, 0, tile.queries, part, &values);
                     }
                     first = end;
                 }
@@ -373,13 +376,43 @@ unsafe fn masked<S: Simd>(v: S::F, n: usize) -> S::F {
     }
 }
 
+/// How exponentials are multiplied with values and summed.
+pub(super) trait Sums<S: Simd> {
+    /// Storage of a value.
+    type Elem: Copy;
+
+    /// Makes of a block's exponentials at `scores` what is multiplied.
+    ///
+    /// # Safety
+    /// They are [`BLOCK`]; the level exists.
+    unsafe fn prepare(_scores: *mut f32) {}
+
+    /// Adds a part for `M` queries.
+    ///
+    /// # Safety
+    /// The queries are the tile's, the positions V's; the level exists.
+    unsafe fn add<const M: usize>(part: Part);
+}
+
+/// One position after the other, widened from `E`.
+struct Each<E>(PhantomData<E>);
+
+impl<S: Simd, E: Storage> Sums<S> for Each<E> {
+    type Elem = E::Elem;
+
+    unsafe fn add<const M: usize>(part: Part) {
+        // SAFETY: the caller's promises are the same.
+        unsafe { S::call(AddValues::<S, E, M>(part, PhantomData)) }
+    }
+}
+
 /// Rows of V from a block's first position on.
 #[derive(Clone, Copy)]
-struct Values {
-    base: *const u8,
+pub(super) struct Values {
+    pub(super) base: *const u8,
     /// Elements between rows, and of one.
-    stride: usize,
-    d: usize,
+    pub(super) stride: usize,
+    pub(super) d: usize,
     /// Rows further on that are asked for meanwhile, as long as they are below `known`.
     ahead: usize,
     known: usize,
@@ -389,7 +422,7 @@ struct Values {
 ///
 /// # Safety
 /// The queries are the tile's, the positions V's; the level exists.
-unsafe fn add_values<S: Simd, E: Storage>(
+unsafe fn add_values<S: Simd, V: Sums<S>>(
     tile: &Tile,
     first: usize,
     count: usize,
@@ -405,7 +438,7 @@ unsafe fn add_values<S: Simd, E: Storage>(
                 if end - m >= $n && ($n <= 4 || S::TILE_COLS >= 6) {
                     let (tile, start, end, values) = (*tile, positions.start, positions.end, Values { known, ..*values });
                     // SAFETY: the caller's promises are the same.
-                    unsafe { S::call(AddValues::<S, E, $n> { tile, m, start, end, values, set: PhantomData }) };
+                    unsafe { V::add::<$n>(Part { tile, m, start, end, values }) };
                     m += $n;
                     continue;
                 }
@@ -415,15 +448,17 @@ unsafe fn add_values<S: Simd, E: Storage>(
     }
 }
 
-/// [`add_values`] for `M` queries: as many vectors of each one's sums as there are registers for are held while the positions pass.
-struct AddValues<S, E, const M: usize> {
-    tile: Tile,
-    m: usize,
-    start: usize,
-    end: usize,
-    values: Values,
-    set: PhantomData<(S, E)>,
+/// Positions `start..end` of a block for some queries from `m` on.
+pub(super) struct Part {
+    pub(super) tile: Tile,
+    pub(super) m: usize,
+    pub(super) start: usize,
+    pub(super) end: usize,
+    pub(super) values: Values,
 }
+
+/// [`add_values`] for `M` queries: as many vectors of each one's sums as there are registers for are held while the positions pass.
+struct AddValues<S, E, const M: usize>(Part, PhantomData<(S, E)>);
 
 impl<S: Simd, E: Storage, const M: usize> AddValues<S, E, M> {
     /// Of columns `i` and those after, `N` vectors, or `part` elements, less than a vector.
@@ -432,7 +467,7 @@ impl<S: Simd, E: Storage, const M: usize> AddValues<S, E, M> {
     /// The columns are V's; [`Leaf::run`]'s promises.
     #[inline(always)]
     unsafe fn columns<const N: usize>(&self, i: usize, part: Option<usize>) {
-        let AddValues { tile, m, start, end, values, .. } = self;
+        let Part { tile, m, start, end, values } = &self.0;
         // SAFETY: the queries' sums and exponentials are inside the tile, positions inside V; prefetches may be of any
         // address; the level exists (caller).
         unsafe {
@@ -492,7 +527,7 @@ impl<S: Simd, E: Storage, const M: usize> Leaf for AddValues<S, E, M> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-        let d = self.values.d;
+        let d = self.0.values.d;
         let mut i = 0;
         while i < d {
             let vectors = (d - i) / S::LANES;

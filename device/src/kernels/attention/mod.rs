@@ -18,6 +18,8 @@ mod flash;
 pub(super) mod gpu;
 pub(super) mod group;
 #[cfg(target_arch = "x86_64")]
+mod pairs;
+#[cfg(target_arch = "x86_64")]
 mod tiles;
 mod warpgroup;
 
