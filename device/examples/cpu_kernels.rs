@@ -216,7 +216,7 @@ fn gemm() {
     let y = Memory::new(64 << 20, 0);
     let mut lines = Vec::new();
     for isa in Isa::available() {
-        use linear::Order::{Free, Lanes, Prompt};
+        use linear::Order::{Free, Lanes, Prompt, Rounded};
         for (dtype, rows, n, k, order) in [
             (DType::Bf16, 512, 256, 1024, Lanes),
             (DType::Bf16, 512, 256, 3072, Lanes),
@@ -243,9 +243,9 @@ fn gemm() {
             (DType::F32, 4, 192, 384, Free),
             (DType::F16, 128, 1024, 1024, Lanes),
             (DType::F16, 128, 1024, 1024, Free),
-            (DType::Bf16, 128, 1024, 1024, Prompt),
-            (DType::Bf16, 128, 1024, 3072, Prompt),
-            (DType::Bf16, 32, 1024, 1024, Prompt),
+            (DType::Bf16, 128, 1024, 1024, Rounded),
+            (DType::Bf16, 128, 1024, 3072, Rounded),
+            (DType::Bf16, 32, 1024, 1024, Rounded),
             (DType::Q8, 128, 1024, 1024, Lanes),
             (DType::Q8, 128, 1024, 1024, Prompt),
             (DType::Q8, 128, 1024, 3072, Prompt),
@@ -339,13 +339,13 @@ fn attend() {
                 }),
             });
         }
-        use linear::Order::{Lanes, Prompt};
+        use linear::Order::{Lanes, Rounded};
         for (dtype, before, rows, group, n_kv, d, window, ahead, order) in [
             (DType::Bf16, 0, 512, 2, 8, 128, attention::ALL, 0, Lanes),
-            (DType::Bf16, 0, 128, 2, 8, 128, attention::ALL, 0, Prompt),
-            (DType::Bf16, 384, 128, 2, 8, 128, attention::ALL, 0, Prompt),
-            (DType::Bf16, 1920, 128, 2, 8, 128, attention::ALL, 0, Prompt),
-            (DType::Bf16, 1920, 128, 4, 8, 64, attention::ALL, 0, Prompt),
+            (DType::Bf16, 0, 128, 2, 8, 128, attention::ALL, 0, Rounded),
+            (DType::Bf16, 384, 128, 2, 8, 128, attention::ALL, 0, Rounded),
+            (DType::Bf16, 1920, 128, 2, 8, 128, attention::ALL, 0, Rounded),
+            (DType::Bf16, 1920, 128, 4, 8, 64, attention::ALL, 0, Rounded),
             (DType::F32, 0, 128, 1, 12, 32, attention::ALL, attention::ALL, Lanes),
             (DType::F32, 0, 16, 1, 12, 32, attention::ALL, attention::ALL, Lanes),
             (DType::F32, 0, 1024, 1, 12, 64, attention::ALL, attention::ALL, Lanes),

@@ -44,6 +44,7 @@ pub use engine::{
     BatchGeneration, Device, Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Generation, Model, Stopper,
     Token,
 };
+pub use graph::kernel::PromptPrecision;
 pub use model::chat::ChatMessage;
 pub use model::{ModelError, Quantize};
 pub use perpetua_shared::control::End;

@@ -374,6 +374,7 @@ fn options_without_effect_are_named() {
         (&embed, &["a", "--max-context", "64"][..], "--max-context 64 is for decoders"),
         (&embed, &["a", "--max-context", "1000000"], "up to 128 tokens"),
         (&embed, &["a", "--exact"], "--exact is for decoders"),
+        (&embed, &["a", "--bf16-prompts"], "--bf16-prompts is for decoders"),
         (&embed, &["a", "--quantize", "q8"], "q8 of an encoder: expected a decoder"),
         (
             &embed,

@@ -9,7 +9,7 @@ use perpetua::engine::EngineError;
 use perpetua::exec::cuda;
 use perpetua::image::encode::Parts;
 use perpetua::model::Quantize;
-use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
+use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model, PromptPrecision};
 use perpetua_device::kernels::{Numbered, Rope};
 use perpetua_shared::control::End;
 use perpetua_shared::image::EVERY_SEQUENCE;
@@ -37,7 +37,7 @@ fn config(device: Device, threads: usize, sequences: Option<usize>) -> EngineCon
         chunks: vec![5, 16],
         sequences,
         // A batch reads its prompts' last tokens by its own pass.
-        exact: true,
+        prompt_precision: PromptPrecision::Exact,
         ..EngineConfig::default()
     }
 }

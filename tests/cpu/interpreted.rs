@@ -11,7 +11,7 @@ use perpetua::engine::Resident;
 use perpetua::exec::{RunError, cuda};
 use perpetua::graph::kernel::{ExpertArgs, KernelGraph};
 use perpetua::model::{Quantize, SynthOptions, SynthSource, synth};
-use perpetua::{Device, Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Model};
+use perpetua::{Device, Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Model, PromptPrecision};
 use perpetua_shared::control::End;
 use perpetua_shared::dtype::q4_at;
 use perpetua_shared::{DType, EventId, ProgramId, Technique, Techniques};
@@ -115,7 +115,7 @@ proptest! {
             all_logits: true,
             max_context: Some(140),
             chunks: vec![8, 140],
-            exact: true,
+            prompt_precision: PromptPrecision::Exact,
             ..EngineConfig::default()
         };
         let expected = Engine::new(&model, &config).expect("it compiles").logits(&ids, |_| ()).expect("it runs");
@@ -143,7 +143,7 @@ fn attention_shared_along_positions_has_the_cpus_logits() {
             all_logits: true,
             max_context: Some(8192),
             chunks: vec![6, 64],
-            exact: true,
+            prompt_precision: PromptPrecision::Exact,
             ..EngineConfig::default()
         };
         let expected = Engine::new(&model, &config).expect("it compiles").logits(&ids, |_| ()).expect("it runs");

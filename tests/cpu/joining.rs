@@ -6,7 +6,7 @@ use super::models::MODELS;
 use super::simt::{MANY_ROWS, model as small_model};
 use perpetua::engine::{BatchGeneration, EngineError};
 use perpetua::exec::{RunError, cuda};
-use perpetua::{Device, End, Engine, EngineConfig, GenerateOptions, Model, Token};
+use perpetua::{Device, End, Engine, EngineConfig, GenerateOptions, Model, PromptPrecision, Token};
 use perpetua_shared::EventId;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -24,7 +24,7 @@ fn config(device: Device, sequences: Option<usize>) -> EngineConfig {
         max_context: Some(64),
         chunks: vec![5, 16],
         sequences,
-        exact: true,
+        prompt_precision: PromptPrecision::Exact,
         ..EngineConfig::default()
     }
 }

@@ -10,7 +10,7 @@ use perpetua::engine::EngineError;
 use perpetua::exec::cuda;
 use perpetua::image::encode::Parts;
 use perpetua::model::Quantize;
-use perpetua::{Device, End, Engine, EngineConfig, GenerateOptions, Model};
+use perpetua::{Device, End, Engine, EngineConfig, GenerateOptions, Model, PromptPrecision};
 use perpetua_shared::image::{TOKEN_LOOP, VERIFIES};
 use perpetua_shared::{ProgramId, TaskFlags};
 use proptest::prelude::*;
@@ -168,7 +168,7 @@ fn batches_do_without() {
         max_context: Some(96),
         sequences: Some(2),
         prompt_lookup: Some(5),
-        exact: true,
+        prompt_precision: PromptPrecision::Exact,
         ..EngineConfig::default()
     };
     let mut both = Engine::new(&model, &config).unwrap();
@@ -221,7 +221,13 @@ fn what_cannot_be_is_refused_in_a_line() {
 const GPUS: [On; 2] = [On::Simt, On::Ptx(cuda::Mode::Persistent)];
 
 fn gpu_config(prompt_lookup: Option<usize>) -> EngineConfig {
-    EngineConfig { max_context: Some(96), chunks: vec![5, 16], prompt_lookup, exact: true, ..EngineConfig::default() }
+    EngineConfig {
+        max_context: Some(96),
+        chunks: vec![5, 16],
+        prompt_lookup,
+        prompt_precision: PromptPrecision::Exact,
+        ..EngineConfig::default()
+    }
 }
 
 fn cpu(model: &Model) -> Engine {

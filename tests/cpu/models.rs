@@ -4,7 +4,7 @@ use crate::bad_input::copy;
 use crate::simt::broken_rule;
 use perpetua::image::encode::Parts;
 use perpetua::model::{ModelConfig, Quantize, SynthOptions, SynthSource, synth};
-use perpetua::{Device, Embedder, End, Engine, EngineConfig, GenerateOptions, Model};
+use perpetua::{Device, Embedder, End, Engine, EngineConfig, GenerateOptions, Model, PromptPrecision};
 use perpetua_shared::{DType, Operand};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
@@ -50,7 +50,18 @@ fn cases(name: &str) -> Vec<Case> {
 }
 
 fn engine(model: &Model, device: Device, all_logits: bool, chunks: &[usize]) -> Engine {
+    engine_of(model, device, PromptPrecision::default(), all_logits, chunks)
+}
+
+fn engine_of(
+    model: &Model,
+    device: Device,
+    prompt_precision: PromptPrecision,
+    all_logits: bool,
+    chunks: &[usize],
+) -> Engine {
     let config = EngineConfig {
+        prompt_precision,
         device,
         all_logits,
         chunks: chunks.to_vec(),
@@ -124,9 +135,10 @@ fn threads_logits_are_close_to_transformers() {
     for name in oracles() {
         let model = Model::load(fixture(name)).unwrap();
         let vocab = model.config().vocab_size();
-        // In one chunk, in several, and token by token as decode does.
-        for chunks in [&[256][..], &[7, 64], &[1]] {
-            let mut engine = engine(&model, Device::Cpu, true, chunks);
+        // In one chunk, in several, and token by token as decode does. Rounded to bf16, where the core has products for that, further off.
+        let close = [&[256][..], &[7, 64], &[1]].map(|chunks| (PromptPrecision::High, chunks, 1e-3));
+        for (precision, chunks, bound) in close.into_iter().chain([(PromptPrecision::Bf16, &[256][..], 5e-3)]) {
+            let mut engine = engine_of(&model, Device::Cpu, precision, true, chunks);
             for (number, case) in cases(name).iter().enumerate() {
                 let found = engine.logits(&case.ids, |_| ()).unwrap();
                 let rows: Vec<f64> = found
@@ -136,8 +148,9 @@ fn threads_logits_are_close_to_transformers() {
                     .collect();
                 let mean = rows.iter().sum::<f64>() / rows.len() as f64;
                 let worst = rows.iter().copied().fold(0.0, f64::max);
-                println!("{name} case {number} chunks {chunks:?}: mean KL {mean:.2e}, worst {worst:.2e}");
-                assert!(mean <= 1e-3 && worst <= 1e-2, "{name} case {number} chunks {chunks:?}: {mean} {worst}");
+                let what = format!("{name} case {number}, {precision:?}, chunks {chunks:?}");
+                println!("{what}: mean KL {mean:.2e}, worst {worst:.2e}");
+                assert!(mean <= bound && worst <= 10.0 * bound, "{what}: {mean} {worst}");
             }
         }
     }
@@ -456,7 +469,7 @@ fn a_decoders_embeddings_have_the_same_bits_in_any_passes() {
             threads: Some(threads),
             chunks,
             max_context,
-            exact: true,
+            prompt_precision: PromptPrecision::Exact,
             ..EngineConfig::default()
         };
         Embedder::new(&model, &config).unwrap()

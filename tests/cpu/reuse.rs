@@ -3,7 +3,7 @@
 use super::cuda::has_kernel;
 use super::interpreted::{distance, driver, on};
 use super::models::MODELS;
-use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
+use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model, PromptPrecision};
 use perpetua_shared::ProgramId;
 use proptest::prelude::*;
 use std::path::PathBuf;
@@ -18,7 +18,7 @@ fn config(device: Device) -> EngineConfig {
         threads: Some(2),
         max_context: Some(96),
         chunks: vec![5, 16],
-        exact: true,
+        prompt_precision: PromptPrecision::Exact,
         ..EngineConfig::default()
     }
 }
@@ -127,7 +127,7 @@ fn gpus_reuse_prefixes_too() {
     }
     let model = fixture("tiny-qwen3");
     let cpu = &mut Engine::new(&model, &config(Device::Cpu)).unwrap();
-    let gpu = EngineConfig { exact: false, ..config(Device::Simt) };
+    let gpu = EngineConfig { prompt_precision: PromptPrecision::High, ..config(Device::Simt) };
     for config in [gpu.clone(), on(&driver(3, 1), gpu)] {
         let mut engine = Engine::new(&model, &config).unwrap();
         let first: Vec<u32> = (0..19).map(|i| i * 7 % 60).collect();

@@ -294,13 +294,13 @@ mod experts {
         #[test]
         fn agree_with_their_reference(
             isa in isas(), wd in dtypes(), rows in 1..below(40, 4), experts in 1usize..9, chosen in 1usize..9, n in 1..below(23, 5),
-            k in 1..below(80, 20), few in any::<bool>(), normalise in 0u32..2, order in 0u32..3, gap in 0usize..4, seed in any::<u64>(),
+            k in 1..below(80, 20), few in any::<bool>(), normalise in 0u32..2, order in 0u32..4, gap in 0usize..4, seed in any::<u64>(),
         ) {
-            let (n, k) = if order == 2 { (n.next_multiple_of(32), k.next_multiple_of(32)) } else { (n, k) };
+            let (n, k) = if order >= 2 { (n.next_multiple_of(32), k.next_multiple_of(32)) } else { (n, k) };
             let chosen = chosen.min(experts);
             let m = mixture(wd, [rows, experts, chosen, n, k], few, gap, seed);
             let on_unit = order > 0 && isa.has_matrix_unit();
-            let in_pairs = order == 2 && isa.multiplies_pairs();
+            let in_pairs = order == 3 && isa.multiplies_pairs();
             let size = match (on_unit, in_pairs) {
                 (true, _) => 4.0 / (1 << 15) as f32,
                 // Those of an expert that one row goes to are not rounded: a bound for both.
@@ -455,8 +455,12 @@ mod linear {
 
     /// Whether x and w are rounded to bf16 and multiplied in pairs.
     fn is_in_pairs(isa: Isa, order: u32, x: &Memory, w: &Memory) -> bool {
-        let is_for = [DType::Bf16, DType::Q8, DType::Q4].contains(&w.tensor().dtype());
-        order == Order::Prompt as u32 && isa.multiplies_pairs() && x.tensor().extent(0) >= 2 && is_for
+        let is_for = match w.tensor().dtype() {
+            DType::Q8 | DType::Q4 => order >= Order::Prompt as u32,
+            DType::Bf16 => order == Order::Rounded as u32,
+            _ => false,
+        };
+        isa.multiplies_pairs() && x.tensor().extent(0) >= 2 && is_for
     }
 
     /// A matrix of what bf16 has next to the elements of this.
@@ -511,11 +515,11 @@ mod linear {
             isa in isas(), wd in dtypes(), xd in dtypes(), yd in dtypes(), activation in 0usize..5,
             rows in 0..below(20, 4), extra_rows in 0usize..3, n in 1..below(23, 7), k in 0..below(300, 40),
             long in any::<bool>(), gap in 0usize..9, skew in 0usize..2, bias in any::<bool>(), residual in any::<bool>(), kind in 0u32..7,
-            order in 0u32..3, seed in any::<u64>(),
+            order in 0u32..4, seed in any::<u64>(),
         ) {
             // Long rows pass the prefetch distance and the block of k; whole tiles and several of them are a matrix unit's.
             let (rows, n, k) = match order {
-                2 => (below(3, 1) * rows, below(4, 2) * n, whole(isa, if long { k * below(3, 1) } else { k })),
+                2.. => (below(3, 1) * rows, below(4, 2) * n, whole(isa, if long { k * below(3, 1) } else { k })),
                 _ => (rows, n, if long { k * below(23, 1) } else { k }),
             };
             let x = Memory::new(xd, &[rows + extra_rows, k], gap, skew, |i| special(kind, seed, i));
@@ -554,9 +558,9 @@ mod linear {
         #[test]
         fn weights_in_few_bits_agree_with_their_reference(
             isa in isas(), is_q4 in any::<bool>(), rows in 0..below(20, 3), n in 1..below(23, 6), k in 1..below(700, 150), gap in 0usize..9,
-            tiny in any::<bool>(), gated in any::<bool>(), order in 0u32..3, seed in any::<u64>(),
+            tiny in any::<bool>(), gated in any::<bool>(), order in 0u32..4, seed in any::<u64>(),
         ) {
-            let (rows, n, k) = if order == 2 { (below(3, 1) * rows, below(4, 2) * n, whole(isa, k)) } else { (rows, n, k) };
+            let (rows, n, k) = if order >= 2 { (below(3, 1) * rows, below(4, 2) * n, whole(isa, k)) } else { (rows, n, k) };
             // Blocks of very different sizes, some of zeros, some too small for an inverse.
             let size = |i: usize| [1.0, 100.0, 0.0, if tiny { 1e-36 } else { 1e-3 }][i / Q8.elems % 4];
             let x = Memory::new(DType::F32, &[rows, k], gap, 1, |i| size(i % k) * noise(seed, i));
@@ -620,10 +624,10 @@ mod linear {
         #[test]
         fn gated_agrees_with_its_reference(
             isa in isas(), wd in dtypes(), xd in dtypes(), rows in 0..below(14, 4), n in 1..below(23, 7), k in 1..below(500, 40),
-            gap in 0usize..9, skew in 0usize..2, biased in any::<bool>(), activation in 0usize..5, order in 0u32..3,
+            gap in 0usize..9, skew in 0usize..2, biased in any::<bool>(), activation in 0usize..5, order in 0u32..4,
             seed in any::<u64>(),
         ) {
-            let (rows, n, k) = if order == 2 { (below(3, 1) * rows, below(4, 2) * n, whole(isa, k)) } else { (rows, n, k) };
+            let (rows, n, k) = if order >= 2 { (below(3, 1) * rows, below(4, 2) * n, whole(isa, k)) } else { (rows, n, k) };
             let x = Memory::new(xd, &[rows, k], gap, skew, |i| noise(seed, i));
             let gate = Memory::new(wd, &[n, k], gap, skew, |i| noise(seed ^ 1, i));
             let up = Memory::new(wd, &[n, k], 0, skew, |i| noise(seed ^ 2, i));
@@ -707,7 +711,7 @@ mod linear {
     fn bits_do_not_depend_on_how_the_work_is_cut() {
         for isa in Isa::available() {
             let weights = [DType::Bf16, DType::F16, DType::F32, DType::Q8, DType::Q4];
-            for (dtype, order) in weights.into_iter().flat_map(|dtype| [(dtype, 0), (dtype, 1), (dtype, 2)]) {
+            for (dtype, order) in weights.into_iter().flat_map(|dtype| [0, 1, 2, 3].map(|order| (dtype, order))) {
                 // A pass of one row is computed as decode does, and one of few without splitting weights.
                 let few = match (order, dtype) {
                     (0, _) => 1,
@@ -825,10 +829,10 @@ mod attention {
         #[test]
         fn of_prompts_agrees_with_its_reference(
             q_dtype in dtypes(), rows in 1..below(40, 4), n_kv in 1..below(3, 2), group in 1..below(5, 3), d in 1..below(4, 2),
-            ragged in 0usize..32, first_pos in 0..below(600, 10), seen in seen(400), sharp in 0.1f32..8.0, kind in 0u32..20, seed in any::<u64>(),
+            ragged in 0usize..32, rounds in any::<bool>(), first_pos in 0..below(600, 10), seen in seen(400), sharp in 0.1f32..8.0, kind in 0u32..20, seed in any::<u64>(),
         ) {
             let ragged = if Isa::best().has_matrix_unit() { 0 } else { ragged };
-            let (dtype, d, order) = (DType::Bf16, 32 * d - ragged, Order::Prompt);
+            let (dtype, d, order) = (DType::Bf16, 32 * d - ragged, if rounds { Order::Rounded } else { Order::Prompt });
             let case = Case { dtype, q_dtype, rows, n_kv, group, d, first_pos, seen, sharp, kind, order, seed };
             agrees(Isa::best(), case)?;
         }
@@ -842,7 +846,7 @@ mod attention {
         let (io, step) = (operands(&case), step(case.first_pos as u32, case.rows as u32));
         let [mut expected, got] = both::<Attention>(isa, &params(&case), &io, step, 0);
         // In pairs queries are rounded, and exponentials, each by 2^-9 of itself: no value is larger than 1.
-        let in_pairs = case.order == Order::Prompt && isa.multiplies_pairs();
+        let in_pairs = case.order == Order::Rounded && isa.multiplies_pairs();
         let mut tolerance = 1.0 / 1024.0;
         if in_pairs {
             let (mut io, q) = (io.clone(), io[0].tensor());
@@ -863,9 +867,10 @@ mod attention {
     fn decoding_token_by_token_gives_the_bits_of_one_pass() {
         for isa in Isa::available() {
             // On a matrix unit too the bits are the rows' own.
-            let orders = [(DType::Bf16, Order::Lanes), (DType::F32, Order::Lanes), (DType::Bf16, Order::Prompt)];
-            for ((dtype, order), window) in orders.into_iter().flat_map(|order| [(order, ALL), (order, 70)]) {
-                let (rows, n_kv, group, d) = if order == Order::Prompt { (270, 2, 3, 32) } else { (150, 2, 3, 48) };
+            let bf16 = [Order::Lanes, Order::Prompt, Order::Rounded].map(|order| (DType::Bf16, order));
+            let orders = bf16.into_iter().chain([(DType::F32, Order::Lanes)]);
+            for ((dtype, order), window) in orders.flat_map(|order| [(order, ALL), (order, 70)]) {
+                let (rows, n_kv, group, d) = if order == Order::Lanes { (150, 2, 3, 48) } else { (270, 2, 3, 32) };
                 let case = Case {
                     dtype,
                     q_dtype: DType::F32,

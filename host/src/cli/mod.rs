@@ -30,7 +30,7 @@ use perpetua::exec::cuda;
 use perpetua::model::layout::is_spare;
 use perpetua::model::tokenizer::is_panic_caught;
 use perpetua::model::{ModelError, Quantize};
-use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
+use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model, PromptPrecision};
 use perpetua_shared::{Technique, Techniques};
 use std::fmt::Display;
 use std::io::{IsTerminal, Read, Write};
@@ -191,9 +191,12 @@ struct ModelArgs {
     /// Positions of the KV cache [default: what the request needs].
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = at_least::<usize>(1))]
     max_context: Option<usize>,
-    /// Read prompts with the bits that their tokens give one by one, on the CPU: without matrix units (AMX), which are faster.
+    /// Read prompts with the bits that their tokens give one by one, on the CPU: without matrix units (AMX) or products of bf16, which are faster.
     #[arg(long)]
     exact: bool,
+    /// Read prompts with activations rounded to bf16, on the CPU: faster where it multiplies bf16 as often as f32 (AMD's with AVX-512 BF16). A GPU always does.
+    #[arg(long, conflicts_with = "exact")]
+    bf16_prompts: bool,
     #[command(flatten)]
     without: Without,
     /// The GPU, when it is not the system's first.
@@ -271,7 +274,17 @@ impl ModelArgs {
     /// The model in folder `model`, on `gpu`.
     fn on_gpu(model: PathBuf, gpu: Gpu, without: Without) -> ModelArgs {
         let (device, gpu) = (DeviceName::Cuda, Some(gpu));
-        ModelArgs { model, device, threads: None, quantize: None, max_context: None, exact: false, without, gpu }
+        ModelArgs {
+            model,
+            device,
+            threads: None,
+            quantize: None,
+            max_context: None,
+            exact: false,
+            bf16_prompts: false,
+            without,
+            gpu,
+        }
     }
 
     fn open(&self) -> Result<Model, Box<dyn std::error::Error>> {
@@ -314,6 +327,9 @@ impl ModelArgs {
         if self.exact {
             return Err("--exact is for decoders: an encoder sees a sentence at once".into());
         }
+        if self.bf16_prompts {
+            return Err("--bf16-prompts is for decoders: an encoder's sentences are read in f32".into());
+        }
         Ok(())
     }
 
@@ -333,7 +349,11 @@ impl ModelArgs {
             max_context: Some(self.max_context.unwrap_or(needed)),
             gpu: self.gpu.clone(),
             cuda: cuda::Options { without: self.without.set(), ..cuda::Options::default() },
-            exact: self.exact,
+            prompt_precision: match (self.exact, self.bf16_prompts) {
+                (true, _) => PromptPrecision::Exact,
+                (_, true) => PromptPrecision::Bf16,
+                _ => PromptPrecision::High,
+            },
             ..EngineConfig::default()
         }
     }

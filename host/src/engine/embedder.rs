@@ -3,6 +3,7 @@
 use super::resident::Resident;
 use super::{EngineConfig, EngineError, Model, Plan, sentence_sources};
 use crate::exec::RunError;
+use crate::graph::kernel::PromptPrecision;
 use crate::model;
 use crate::model::decoder::Cache;
 use perpetua_shared::DType;
@@ -49,7 +50,11 @@ impl Embedder {
         model.sentence_model()?;
         let is_encoder = model.config().architecture().is_encoder();
         let config = match is_encoder {
-            true => EngineConfig { max_context: Some(model.max_tokens()), exact: false, ..config.clone() },
+            true => EngineConfig {
+                max_context: Some(model.max_tokens()),
+                prompt_precision: PromptPrecision::default(),
+                ..config.clone()
+            },
             false => config.clone(),
         };
         let Plan { place, context, cache_dtype, chunks } = Plan::of(model, &config)?;
@@ -58,7 +63,7 @@ impl Embedder {
         let cache = Cache { sequences: 1, context, dtype };
         let rows = if takes_whole { &sentence_rows(context)[..] } else { chunks };
         let mut sources = sentence_sources(model, rows, cache)?;
-        sources.iter_mut().for_each(|source| source.graph.is_exact = config.exact);
+        sources.iter_mut().for_each(|source| source.graph.prompt_precision = config.prompt_precision);
         let resident = Resident::at(sources, model, place, &config.just_in_time, |_| {})?;
         Ok(Embedder { model: model.clone(), resident, context })
     }

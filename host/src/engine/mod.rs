@@ -33,6 +33,7 @@ use crate::cuda::{Gpu, GpuError};
 use crate::exec::cuda::CudaNewError;
 use crate::exec::memory::{MemoryError, available_bytes};
 use crate::exec::{RunError, cuda, threads};
+use crate::graph::kernel::PromptPrecision;
 use crate::model::decoder::{BuildError, Cache, Declared, Head};
 use crate::model::{self, ModelConfig, ModelError, ModelFolder, PENALTIES, Quantize, Quantized, is_penalty};
 use perpetua_shared::control::{Control, End, NO_PROGRAM, Request};
@@ -154,9 +155,8 @@ pub struct EngineConfig {
     /// Operators launched just in time, by their names or their macro kernels': see
     /// [`compile::Config::just_in_time`](crate::compile::Config::just_in_time).
     pub just_in_time: Vec<String>,
-    /// Reading a prompt gives the bits that its tokens give one by one, on the CPU. Otherwise a core's matrix unit (AMX), where
-    /// there is one, reads prompts, several times as fast.
-    pub exact: bool,
+    /// With which numbers prompts are read on the CPU; [`Device::Auto`] is the CPU where that is to be exact.
+    pub prompt_precision: PromptPrecision,
 }
 
 /// The context an engine has unless told otherwise: what a KV cache may take without being asked for.
@@ -516,7 +516,9 @@ struct Plan<'a> {
 impl<'a> Plan<'a> {
     fn of(model: &Model, config: &'a EngineConfig) -> Result<Plan<'a>, EngineError> {
         let place = match config.device {
-            Device::Auto if config.exact => Place::of(&EngineConfig { device: Device::Cpu, ..config.clone() }),
+            Device::Auto if config.prompt_precision == PromptPrecision::Exact => {
+                Place::of(&EngineConfig { device: Device::Cpu, ..config.clone() })
+            }
             _ => Place::of(config),
         }?;
         let allowed = model.max_tokens();
@@ -600,7 +602,7 @@ impl Engine {
             let rows = (drafts + 1).min(context);
             sources.push(decoder_source(model, rows, cache, Head::Verify)?);
         }
-        sources.iter_mut().for_each(|source| source.graph.is_exact = config.exact);
+        sources.iter_mut().for_each(|source| source.graph.prompt_precision = config.prompt_precision);
         let resident = Resident::at(sources, model, place, &config.just_in_time, progress)?;
         let sequences = config.sequences.unwrap_or(0);
         let drafts = config.prompt_lookup.unwrap_or(0) as u32;

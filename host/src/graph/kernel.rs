@@ -117,8 +117,21 @@ pub struct KernelGraph {
     pub rows: Option<u32>,
     /// What the rows of a pass are.
     pub pass: Pass,
-    /// Whether a pass of many rows must give the bits that its rows give one by one: no core's matrix unit may read it.
-    pub is_exact: bool,
+    /// With which numbers a pass of many rows is read.
+    pub prompt_precision: PromptPrecision,
+}
+
+/// With which numbers CPU workers read a prompt: a GPU rounds its activations to bf16.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PromptPrecision {
+    /// The bits that its tokens give one by one.
+    Exact,
+    /// Activations with 16 significant bits or more: where the core has a matrix unit (AMX) in two terms of bf16, several times as fast. Beside weights in fewer
+    /// bits rounded to bf16, where the core multiplies pairs of bf16 as often as f32 (AMD's with AVX-512 BF16), up to twice as fast.
+    #[default]
+    High,
+    /// Where it multiplies such pairs as often, activations, queries and attention's weights rounded to bf16, 1.7 times as fast: as most engines read bf16.
+    Bf16,
 }
 
 impl Default for KernelGraph {
@@ -144,7 +157,7 @@ impl KernelGraph {
             part: 0,
             rows: None,
             pass: Pass::Sequence,
-            is_exact: false,
+            prompt_precision: PromptPrecision::default(),
         }
     }
 

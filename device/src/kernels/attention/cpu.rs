@@ -76,7 +76,7 @@ pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<
         }
     }
     #[cfg(target_arch = "x86_64")]
-    if p.order == Order::Prompt as u32 && scratch.isa.multiplies_pairs() && k.dtype() == DType::Bf16 {
+    if p.order == Order::Rounded as u32 && scratch.isa.multiplies_pairs() && k.dtype() == DType::Bf16 {
         use crate::cpu::simd::{Pairs, Vectors};
         // SAFETY: the set has pairs.
         unsafe { Attend { rows, seen, q, k, v, y, scratch }.with::<Vectors, Pairs, pairs::InPairs>() };
@@ -211,7 +211,8 @@ impl Attend<'_> {
                 let keys =
                     Weights { base: [k.add(t * k_stride); 2], stride: [k_stride; 2], rows: n, paired: false, k: d };
                 let scores = scores.add(part.start);
-                gemm::scores::<S, D>(&keys, ahead(k_stride), known(t), packed, tile.queries, scores, BLOCK);
+                let block = gemm::Block { packed, cols: tile.queries, sums: scores, sums_stride: BLOCK };
+                gemm::scores::<S, D>(&keys, ahead(k_stride), known(t), block);
             };
             // The first query's window begins first.
             let mut t = self.seen.by(row).start / BLOCK * BLOCK;

@@ -1,7 +1,7 @@
 //! The CPU body of `linear`: see `cpu::gemm` for how the products are formed, and `cpu::outer` and
 //! `cpu::amx` for other orders.
 //!
-//! Activations are kept in f32 whatever the weights are, so only the order of summation differs from the reference, but in prompts where the core multiplies
+//! Activations are kept in f32 whatever the weights are, so only the order of summation differs from the reference, but where a prompt is multiplied in
 //! pairs of bf16 ([`By::Pairs`]): there activations are rounded to bf16, as tensor cores take them, and weights in fewer bits are.
 //! Tolerance per output: sum |x| |w| * 2^-18; on a matrix unit 2^-16 with weights of bf16, 2^-14 with others; of pairs 2^-18 beside what is rounded, with it 2^-8,
 //! or 2^-7 where weights are rounded too.
@@ -54,10 +54,13 @@ impl By {
             return By::Tiles;
         }
         #[cfg(target_arch = "x86_64")]
-        if order == Order::Prompt
-            && x.extent(0) >= 2
+        if x.extent(0) >= 2
             && scratch.isa.multiplies_pairs()
-            && matches!(w.dtype(), DType::Bf16 | DType::Q8 | DType::Q4)
+            && match w.dtype() {
+                DType::Q8 | DType::Q4 => matches!(order, Order::Prompt | Order::Rounded),
+                DType::Bf16 => order == Order::Rounded,
+                _ => false,
+            }
         {
             return By::Pairs;
         }

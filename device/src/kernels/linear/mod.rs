@@ -69,14 +69,17 @@ pub enum Order {
     /// As is fast for many rows, whatever that is: in graphs that do not decode.
     Free = 1,
     /// In prompts: as [`Order::Lanes`], so that tokens one by one give the same bits, except where the core has a matrix unit
-    /// that takes the weights, or attention's keys and values, or multiplies pairs of bf16 as often as f32: then activations are rounded to bf16.
+    /// that takes the weights, or attention's keys and values, or where weights in fewer bits are [`Order::Rounded`].
     Prompt = 2,
+    /// As [`Order::Prompt`], but where the core multiplies pairs of bf16 as often as f32 activations are rounded to bf16, too, and with them queries and
+    /// attention's weights.
+    Rounded = 3,
 }
 
 impl Order {
     /// The order numbered `number`.
     pub fn from_u32(number: u32) -> Option<Order> {
-        [Order::Lanes, Order::Free, Order::Prompt].into_iter().find(|order| *order as u32 == number)
+        [Order::Lanes, Order::Free, Order::Prompt, Order::Rounded].into_iter().find(|order| *order as u32 == number)
     }
 }
 

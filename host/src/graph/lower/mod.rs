@@ -17,7 +17,7 @@ mod whole_pass;
 
 pub(in crate::graph) use per_worker::COPY;
 
-use super::kernel::{Axis, AxisRole, KernelGraph, Operator, Pass, whole_operand};
+use super::kernel::{Axis, AxisRole, KernelGraph, Operator, Pass, PromptPrecision, whole_operand};
 use super::tensor::{BufferKind, TensorId, TensorTable};
 use super::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, KernelCall, ThreadBlockGraph, Violation, part};
 use crate::machine::Machine;
@@ -201,14 +201,18 @@ fn cut_all(graph: &KernelGraph, target: &Target) -> ThreadBlockGraph {
     ThreadBlockGraph { table: graph.table.clone(), ops, has_tiles: graph.rows == Some(1) }
 }
 
-/// Rows from which on a pass that reads a prompt may sum as matrix units do.
+/// Rows from which on a pass that reads a prompt may be multiplied as matrix units do, or in pairs of bf16.
 const PROMPT_ROWS: u32 = 16;
 
 /// Tells products how they may sum.
 fn set_order(graph: &KernelGraph, ops: &mut [BlockOp]) {
     let order = match graph.rows {
         _ if !decodes(graph) => linear::Order::Free,
-        Some(rows) if rows >= PROMPT_ROWS && graph.pass == Pass::Sequence && !graph.is_exact => linear::Order::Prompt,
+        Some(rows) if rows >= PROMPT_ROWS && graph.pass == Pass::Sequence => match graph.prompt_precision {
+            PromptPrecision::Exact => return,
+            PromptPrecision::High => linear::Order::Prompt,
+            PromptPrecision::Bf16 => linear::Order::Rounded,
+        },
         _ => return,
     } as u32;
     for kernel in ops.iter_mut().filter_map(|op| op.kernel.as_mut()) {
