@@ -554,7 +554,7 @@ mod linear {
             }
         }
 
-        /// Bodies may keep activations in 15 bits of their block's largest beside weights in 8, and in 8 beside such in 4.
+        /// Bodies may keep activations in 15 bits of their block's largest, or 16, beside weights in 8, and in 8 beside such in 4.
         #[test]
         fn weights_in_few_bits_agree_with_their_reference(
             isa in isas(), is_q4 in any::<bool>(), rows in 0..below(20, 3), n in 1..below(23, 6), k in 1..below(700, 150), gap in 0usize..9,

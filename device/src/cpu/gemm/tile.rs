@@ -29,12 +29,14 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
         unsafe {
             let mut acc = [[S::splat(0.0); M]; R];
             let mut c;
-            if D::HAS_TILE && R == TILE_ROWS && M == D::TILE_COLS {
+            if R == TILE_ROWS && M >= D::TILES_FROM {
                 c = k / D::CHUNK;
                 if c > 0 {
                     // Rows that come next lie as far beyond those of a tile, all four; where they do not, they are asked for in vain.
                     let by = asked[0].addr().wrapping_sub(w[0].addr()).wrapping_add(64 * ahead);
-                    D::tile([w[0], w[1 % R], w[2 % R], w[3 % R]], by, x, c, acc.as_mut_ptr().cast());
+                    // SAFETY: there are four rows.
+                    let sums = &mut *acc.as_mut_ptr().cast::<[[S::F; M]; TILE_ROWS]>();
+                    D::tile([w[0], w[1 % R], w[2 % R], w[3 % R]], by, x, c, sums);
                 }
             } else {
                 let per_line = D::LINE_ELEMS / D::CHUNK;
@@ -92,7 +94,7 @@ impl<S: Simd, D: Dot<S>, O, const M: usize> Group<'_, S, D, O, M> {
     /// Whether tiles are part of the group's own code. Where a set has 16 registers, the compiler spills sums of tiles that it allots them to among anything else.
     ///
     /// PERF: AVX2, bf16, 4 rows, k = 3072: 17 GB/s, with a call for each such tile 21 (Turin, 2026-11-30).
-    const HOLDS_TILES: bool = M == 1 || S::TILE_COLS > 3 || D::HAS_TILE && M == D::TILE_COLS;
+    const HOLDS_TILES: bool = M == 1 || S::TILE_COLS > 3 || M >= D::TILES_FROM;
 }
 
 impl<S: Simd, D: Dot<S>, O: Order<D::Elem>, const M: usize> Leaf for Group<'_, S, D, O, M> {

@@ -1,6 +1,6 @@
 //! AVX2 with FMA and F16C: eight lanes, sixteen registers.
 
-use super::{Dot, F16, F32, Leaf, Simd, Widen, add_products, each, load_up_to, to_whole};
+use super::{Dot, F16, F32, Leaf, Simd, Widen, add_products, each, load_up_to, tiles_from, to_whole};
 use core::arch::{asm, x86_64::*};
 use perpetua_shared::dtype::{self, Lines};
 
@@ -256,11 +256,17 @@ impl Dot<Avx2> for EvenOdd {
             at += PAIRS;
         }
     }
-    const HAS_TILE: bool = !cfg!(miri);
+    const TILES_FROM: usize = tiles_from(Self::TILE_COLS);
     #[inline(always)]
-    unsafe fn tile(w: [*const u16; 4], by: usize, x: *const f32, chunks: usize, sums: *mut __m256) {
-        // SAFETY: the set exists (trait contract); the caller's promises are the same.
-        unsafe { tile_bf16(w, by, x, chunks, &mut *sums.cast()) }
+    unsafe fn tile<const M: usize>(
+        w: [*const u16; 4],
+        by: usize,
+        x: *const f32,
+        chunks: usize,
+        sums: &mut [[__m256; M]; 4],
+    ) {
+        // SAFETY: the set exists (trait contract); the caller's promises are the same. There is a tile of one width only.
+        unsafe { tile_bf16(w, by, x, chunks, &mut *sums.as_mut_ptr().cast()) }
     }
 }
 
@@ -290,11 +296,11 @@ macro_rules! widened {
                 // SAFETY: the caller's promises are the same.
                 unsafe { <Widen<$storage> as Dot<Avx2>>::pack(dst, src, n) }
             }
-            const HAS_TILE: bool = !cfg!(miri);
+            const TILES_FROM: usize = tiles_from(Self::TILE_COLS);
             #[inline(always)]
-            unsafe fn tile(w: [*const $elem; 4], by: usize, x: *const f32, chunks: usize, sums: *mut __m256) {
-                // SAFETY: the set exists (trait contract); the caller's promises are the same.
-                unsafe { $tile(w, by, x, chunks, &mut *sums.cast()) }
+            unsafe fn tile<const M: usize>(w: [*const $elem; 4], by: usize, x: *const f32, chunks: usize, sums: &mut [[__m256; M]; 4]) {
+                // SAFETY: the set exists (trait contract); the caller's promises are the same. There is a tile of one width only.
+                unsafe { $tile(w, by, x, chunks, &mut *sums.as_mut_ptr().cast()) }
             }
         }
     )* };

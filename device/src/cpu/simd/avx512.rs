@@ -1,7 +1,7 @@
 //! AVX-512: sixteen lanes, thirty-two registers, masks for tails.
 
 use super::avx2::{LEVELS_UP, UP};
-use super::{Dot, F32, Leaf, Q4, Q8, Simd, Storage, Widen, add_products, each, load_up_to, to_whole};
+use super::{Dot, F32, Leaf, Q4, Q8, Simd, Storage, Widen, add_products, each, load_up_to, tiles_from, to_whole};
 use core::arch::{asm, x86_64::*};
 use perpetua_shared::dtype::{self, Lines};
 
@@ -298,11 +298,17 @@ impl Dot<Avx512> for EvenOdd {
             _mm512_storeu_ps(dst.add(16), _mm512_permutex2var_ps(low, odd, high));
         }
     }
-    const HAS_TILE: bool = !cfg!(miri);
+    const TILES_FROM: usize = tiles_from(Self::TILE_COLS);
     #[inline(always)]
-    unsafe fn tile(w: [*const u16; 4], by: usize, x: *const f32, chunks: usize, sums: *mut __m512) {
-        // SAFETY: the set exists (trait contract); the caller's promises are the same.
-        unsafe { tile_bf16(w, by, x, chunks, &mut *sums.cast()) }
+    unsafe fn tile<const M: usize>(
+        w: [*const u16; 4],
+        by: usize,
+        x: *const f32,
+        chunks: usize,
+        sums: &mut [[__m512; M]; 4],
+    ) {
+        // SAFETY: the set exists (trait contract); the caller's promises are the same. There is a tile of one width only.
+        unsafe { tile_bf16(w, by, x, chunks, &mut *sums.as_mut_ptr().cast()) }
     }
 }
 
@@ -362,11 +368,17 @@ impl Dot<Avx512> for Pairs {
             _mm512_storeu_si512(dst.cast(), brains(low, high));
         }
     }
-    const HAS_TILE: bool = !cfg!(miri);
+    const TILES_FROM: usize = tiles_from(Self::TILE_COLS);
     #[inline(always)]
-    unsafe fn tile(w: [*const u16; 4], by: usize, x: *const f32, chunks: usize, sums: *mut __m512) {
-        // SAFETY: the set exists (trait contract); the caller's promises are the same.
-        unsafe { tile_pairs(w, by, x, chunks, &mut *sums.cast()) }
+    unsafe fn tile<const M: usize>(
+        w: [*const u16; 4],
+        by: usize,
+        x: *const f32,
+        chunks: usize,
+        sums: &mut [[__m512; M]; 4],
+    ) {
+        // SAFETY: the set exists (trait contract); the caller's promises are the same. There is a tile of one width only.
+        unsafe { tile_pairs(w, by, x, chunks, &mut *sums.as_mut_ptr().cast()) }
     }
 }
 
@@ -423,11 +435,17 @@ impl Dot<Avx512> for Whole {
         // SAFETY: the caller's promises are the same.
         unsafe { <Widen<F32> as Dot<Avx512>>::pack(dst, src, n) }
     }
-    const HAS_TILE: bool = !cfg!(miri);
+    const TILES_FROM: usize = tiles_from(Self::TILE_COLS);
     #[inline(always)]
-    unsafe fn tile(w: [*const f32; 4], by: usize, x: *const f32, chunks: usize, sums: *mut __m512) {
-        // SAFETY: the set exists (trait contract); the caller's promises are the same.
-        unsafe { tile_f32(w, by, x, chunks, &mut *sums.cast()) }
+    unsafe fn tile<const M: usize>(
+        w: [*const f32; 4],
+        by: usize,
+        x: *const f32,
+        chunks: usize,
+        sums: &mut [[__m512; M]; 4],
+    ) {
+        // SAFETY: the set exists (trait contract); the caller's promises are the same. There is a tile of one width only.
+        unsafe { tile_f32(w, by, x, chunks, &mut *sums.as_mut_ptr().cast()) }
     }
 }
 
@@ -473,26 +491,24 @@ unsafe fn tile_f32(w: [*const f32; 4], by: usize, x: *const f32, chunks: usize, 
     }
 }
 
-/// 8-bit weights with activations in 15 bits: the byte dot product of AVX-512 VNNI, which multiplies unsigned with signed
-/// bytes and adds four products to a lane, exactly. Weights are moved up by 128 on load; the activations of a block are
-/// split into two bytes, `x = scale * (128 * high + low)`, with the scale `max |x| / 16256`.
+/// 8-bit weights with activations in 16: products of words, of which AVX-512 VNNI adds two to a lane, exactly. Of the four bytes of a lane those at even places and
+/// those at odd ones become words by shifts; activations are whole numbers of `max |x| / 32512` of their block.
 ///
-/// A packed block, 256 bytes: `high` [64] and `low` [64] signed bytes; per lane, what moving the weights up added,
-/// negative [16 i32]; the scale, f32.
+/// A packed block, 192 bytes: words of the even elements [32] and of the odd ones [32]; the scale, f32.
 ///
-/// PERF: eight instructions for 64 weights where widening takes thirteen on the same two ports. Decode reaches 88 % of the
-/// read bandwidth; 82 % when all scales of a row followed its weights, where reading jumps ahead and back: the hardware's
+/// PERF: eight instructions for 64 weights where widening takes thirteen on the same two ports; five for every further row, where bytes, each activation in two of them, took
+/// seven. Decode reaches 88 % of the read bandwidth; 82 % when all scales of a row followed its weights, where reading jumps ahead and back: the hardware's
 /// own prefetching wants ascending addresses (Sapphire Rapids, 2 cores, 2026-11-21).
-pub(crate) struct Bytes;
+pub(crate) struct Words;
 
-/// The largest magnitude of 128 * high + low with both signed bytes.
-const BYTES_MAX: f32 = 127.0 * 128.0;
+/// The largest magnitude of an activation's word: four products with bytes have 24 bits, as many as an f32.
+const WORDS_MAX: f32 = 127.0 * 256.0;
 
-impl Dot<Avx512> for Bytes {
+impl Dot<Avx512> for Words {
     type Elem = i8;
     const CHUNK: usize = dtype::Q8.elems;
+    const ROOM: usize = 48;
     const LINES: Option<Lines> = Some(dtype::Q8);
-    const TILE_COLS: usize = 4;
 
     #[inline(always)]
     unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
@@ -501,30 +517,29 @@ impl Dot<Avx512> for Bytes {
     }
     #[inline(always)]
     unsafe fn pack(dst: *mut f32, src: *const f32, n: usize) {
-        // SAFETY: `n` elements are readable and 256 bytes writable (caller).
+        // SAFETY: `n` elements are readable and 192 bytes writable (caller).
         unsafe {
             let x = each::<_, 4>(|i| load_up_to::<Avx512>(src.wrapping_add(16 * i), n.saturating_sub(16 * i)));
             let largest = |a, b| _mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b));
             let max = _mm512_reduce_max_ps(largest(largest(x[0], x[1]), largest(x[2], x[3])));
             let unordered = |i: usize| _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x[i], x[i]);
             let is_nan = (unordered(0) | unordered(1) | unordered(2) | unordered(3)) != 0;
-            let [inverse, scale] = to_whole(max, is_nan, BYTES_MAX);
-            let whole = each::<_, 4>(|i| _mm512_cvtps_epi32(_mm512_mul_ps(x[i], _mm512_set1_ps(inverse))));
-            let high = each::<_, 4>(|i| _mm512_srai_epi32::<7>(_mm512_add_epi32(whole[i], _mm512_set1_epi32(64))));
-            let low = each::<_, 4>(|i| _mm512_sub_epi32(whole[i], _mm512_slli_epi32::<7>(high[i])));
-            let bytes = dst.cast::<u8>();
-            let mut i = 0;
-            while i < 4 {
-                _mm_storeu_si128(bytes.add(16 * i).cast(), _mm512_cvtepi32_epi8(high[i]));
-                _mm_storeu_si128(bytes.add(64 + 16 * i).cast(), _mm512_cvtepi32_epi8(low[i]));
-                i += 1;
-            }
-            let (zero, up) = (_mm512_setzero_si512(), _mm512_set1_epi8(i8::MIN));
-            let high = _mm512_dpbusd_epi32(zero, up, _mm512_loadu_si512(bytes.cast()));
-            let low = _mm512_dpbusd_epi32(zero, up, _mm512_loadu_si512(bytes.add(64).cast()));
-            let added = _mm512_add_epi32(_mm512_slli_epi32::<7>(high), low);
-            _mm512_storeu_si512(bytes.add(128).cast(), _mm512_sub_epi32(zero, added));
-            *dst.add(48) = scale;
+            let [inverse, scale] = to_whole(max, is_nan, WORDS_MAX);
+            let words = each::<_, 4>(|i| {
+                _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(x[i], _mm512_set1_ps(inverse))))
+            });
+            let both = |i: usize| _mm512_inserti64x4::<1>(_mm512_castsi256_si512(words[i]), words[i + 1]);
+            // Of each lane's four elements the first two, and the others.
+            let even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+            let odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+            let first = _mm512_permutex2var_epi32(both(0), even, both(2));
+            let second = _mm512_permutex2var_epi32(both(0), odd, both(2));
+            let upper = _mm512_set1_epi32(0xffff_0000_u32 as i32);
+            let evens = _mm512_or_si512(_mm512_andnot_si512(upper, first), _mm512_slli_epi32::<16>(second));
+            let odds = _mm512_or_si512(_mm512_srli_epi32::<16>(first), _mm512_and_si512(upper, second));
+            _mm512_storeu_si512(dst.cast(), evens);
+            _mm512_storeu_si512(dst.add(16).cast(), odds);
+            *dst.add(32) = scale;
         }
     }
     #[inline(always)]
@@ -538,26 +553,152 @@ impl Dot<Avx512> for Bytes {
         // SAFETY: rows are whole blocks with their scales; packed blocks are as `pack` wrote them.
         unsafe {
             let [bytes, at_scale] = dtype::Q8.at(c);
-            let up = _mm512_set1_epi8(i8::MIN);
-            let weights = each::<_, R>(|r| _mm512_xor_si512(up, _mm512_loadu_si512(w[r].add(bytes).cast())));
+            let weights = each::<_, R>(|r| {
+                let four = _mm512_loadu_si512(w[r].add(bytes).cast());
+                [_mm512_srai_epi16::<8>(_mm512_slli_epi16::<8>(four)), _mm512_srai_epi16::<8>(four)]
+            });
             let mut m = 0;
             while m < M {
-                let packed = x.add((c * M + m) * dtype::Q8.elems);
-                let line = |i: usize| _mm512_loadu_si512(packed.add(16 * i).cast());
-                let (high, low, added) = (line(0), line(1), line(2));
-                let scale = _mm512_set1_ps(*packed.add(48));
+                let packed = x.add((c * M + m) * Self::ROOM);
+                let (even, odd) = (_mm512_loadu_si512(packed.cast()), _mm512_loadu_si512(packed.add(16).cast()));
+                let scale = _mm512_set1_ps(*packed.add(32));
                 let mut r = 0;
                 while r < R {
-                    let high = _mm512_dpbusd_epi32(_mm512_setzero_si512(), weights[r], high);
-                    let low = _mm512_dpbusd_epi32(added, weights[r], low);
-                    let sum = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32::<7>(high), low));
+                    let sum = _mm512_dpwssd_epi32(_mm512_madd_epi16(weights[r][0], even), weights[r][1], odd);
                     let factor = _mm512_mul_ps(scale, _mm512_set1_ps(*w[r].add(at_scale).cast::<f32>()));
-                    sums[r][m] = _mm512_fmadd_ps(sum, factor, sums[r][m]);
+                    sums[r][m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), factor, sums[r][m]);
                     r += 1;
                 }
                 m += 1;
             }
         }
+    }
+    const TILES_FROM: usize = tiles_from(2);
+    #[inline(always)]
+    unsafe fn tile<const M: usize>(
+        w: [*const i8; 4],
+        by: usize,
+        x: *const f32,
+        chunks: usize,
+        sums: &mut [[__m512; M]; 4],
+    ) {
+        // SAFETY: the set exists (trait contract); the caller's promises are the same.
+        unsafe { tile_words(w, by, x, chunks, sums) }
+    }
+}
+
+/// A tile of [`Words`] in assembly: sums of four rows and up to six columns in zmm8 to zmm31, a row's words in zmm0 and zmm1 and its scale in zmm2, products in zmm3 and zmm4.
+/// The compiler makes two instructions of the dot product, and spills sums. A column is where its words are, its number and its sums; the words of up to four are
+/// loaded once for all rows, into registers of sums that they do not have.
+macro_rules! words {
+    ($first:ident, $by:ident, $x:ident, $blocks:ident, $scale:ident, $sums:ident, $columns:literal,
+     [$($loaded:literal $low:literal $high:literal),*], $([$even:literal $odd:literal $m:literal: $s0:literal $s1:literal $s2:literal $s3:literal])*) => {
+        asm!(
+            "2:",
+            $(
+                concat!("vmovdqu64 zmm", $low, ", [{x} + 192*", $loaded, "]"),
+                concat!("vmovdqu64 zmm", $high, ", [{x} + 192*", $loaded, " + 64]"),
+            )*
+            words!(@row "w0" $($even $odd $m $s0)*),
+            words!(@row "w1" $($even $odd $m $s1)*),
+            words!(@row "w2" $($even $odd $m $s2)*),
+            words!(@row "w3" $($even $odd $m $s3)*),
+            "add {w0}, 64", "add {w1}, 64", "add {w2}, 64", "add {w3}, 64",
+            concat!("add {x}, 192*", $columns),
+            // Four bytes on, and 64 less, as far as the rows have gone.
+            "sub {s}, 60",
+            "dec {n}",
+            "jnz 2b",
+            w0 = inout(reg) $first[0] => _, w1 = inout(reg) $first[1] => _, w2 = inout(reg) $first[2] => _, w3 = inout(reg) $first[3] => _,
+            by = in(reg) $by, x = inout(reg) $x => _, n = inout(reg) $blocks => _, s = inout(reg) $scale => _,
+            out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _, out("zmm6") _, out("zmm7") _,
+            inout("zmm8") $sums[0], inout("zmm9") $sums[1], inout("zmm10") $sums[2], inout("zmm11") $sums[3],
+            inout("zmm12") $sums[4], inout("zmm13") $sums[5], inout("zmm14") $sums[6], inout("zmm15") $sums[7],
+            inout("zmm16") $sums[8], inout("zmm17") $sums[9], inout("zmm18") $sums[10], inout("zmm19") $sums[11],
+            inout("zmm20") $sums[12], inout("zmm21") $sums[13], inout("zmm22") $sums[14], inout("zmm23") $sums[15],
+            inout("zmm24") $sums[16], inout("zmm25") $sums[17], inout("zmm26") $sums[18], inout("zmm27") $sums[19],
+            inout("zmm28") $sums[20], inout("zmm29") $sums[21], inout("zmm30") $sums[22], inout("zmm31") $sums[23],
+            options(nostack, readonly),
+        )
+    };
+    (@row $w:literal $($even:literal $odd:literal $m:literal $sum:literal)*) => {
+        concat!(
+            "vpsllw zmm0, [{", $w, "}], 8\n",
+            "vpsraw zmm1, [{", $w, "}], 8\n",
+            "vpsraw zmm0, zmm0, 8\n",
+            "vbroadcastss zmm2, dword ptr [{", $w, "} + {s}]\n",
+            "prefetcht0 [{", $w, "} + {by}]\n",
+            $(
+                "vpmaddwd zmm3, zmm0, ", $even, "\n",
+                "vpdpwssd zmm3, zmm1, ", $odd, "\n",
+                "vmulps zmm4, zmm2, dword ptr [{x} + 192*", $m, " + 128]{{1to16}}\n",
+                "vcvtdq2ps zmm3, zmm3\n",
+                "vfmadd231ps zmm", $sum, ", zmm3, zmm4\n",
+            )*
+        )
+    };
+}
+
+/// [`Dot::tile`] of [`Words`]; a function of its own, since only one with the feature may name the registers.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn tile_words<const M: usize>(
+    w: [*const i8; 4],
+    by: usize,
+    x: *const f32,
+    chunks: usize,
+    sums: &mut [[__m512; M]; 4],
+) {
+    let mut all = [_mm512_setzero_ps(); 24];
+    for (all, sums) in all.chunks_exact_mut(6).zip(sums.iter()) {
+        all[..M].copy_from_slice(sums);
+    }
+    let mut c = 0;
+    while c < chunks {
+        // Blocks of a group follow each other, and so do their scales.
+        let n = dtype::Q8.per_group.min(chunks - c);
+        let [bytes, scales] = dtype::Q8.at(c);
+        let first = w.map(|row| row.wrapping_add(bytes));
+        for row in w {
+            super::prefetch(row.wrapping_add(scales).wrapping_add(by).cast());
+        }
+        let (x, scale) = (x.wrapping_add(c * M * Words::ROOM), scales.wrapping_sub(bytes));
+        // SAFETY: the blocks are readable, and their scales (caller); prefetches may be of any address.
+        unsafe {
+            match M {
+                2 => words!(first, by, x, n, scale, all, "2", ["0" "5" "6", "1" "7" "12"],
+                    ["zmm5" "zmm6" "0": "8" "14" "20" "26"]
+                    ["zmm7" "zmm12" "1": "9" "15" "21" "27"]),
+                3 => words!(first, by, x, n, scale, all, "3", ["0" "5" "6", "1" "7" "12", "2" "13" "18"],
+                    ["zmm5" "zmm6" "0": "8" "14" "20" "26"]
+                    ["zmm7" "zmm12" "1": "9" "15" "21" "27"]
+                    ["zmm13" "zmm18" "2": "10" "16" "22" "28"]),
+                4 => {
+                    words!(first, by, x, n, scale, all, "4", ["0" "5" "6", "1" "7" "12", "2" "13" "18", "3" "19" "24"],
+                    ["zmm5" "zmm6" "0": "8" "14" "20" "26"]
+                    ["zmm7" "zmm12" "1": "9" "15" "21" "27"]
+                    ["zmm13" "zmm18" "2": "10" "16" "22" "28"]
+                    ["zmm19" "zmm24" "3": "11" "17" "23" "29"])
+                }
+                5 => words!(first, by, x, n, scale, all, "5", [],
+                    ["[{x} + 192*0]" "[{x} + 192*0 + 64]" "0": "8" "14" "20" "26"]
+                    ["[{x} + 192*1]" "[{x} + 192*1 + 64]" "1": "9" "15" "21" "27"]
+                    ["[{x} + 192*2]" "[{x} + 192*2 + 64]" "2": "10" "16" "22" "28"]
+                    ["[{x} + 192*3]" "[{x} + 192*3 + 64]" "3": "11" "17" "23" "29"]
+                    ["[{x} + 192*4]" "[{x} + 192*4 + 64]" "4": "12" "18" "24" "30"]),
+                _ => words!(first, by, x, n, scale, all, "6", [],
+                    ["[{x} + 192*0]" "[{x} + 192*0 + 64]" "0": "8" "14" "20" "26"]
+                    ["[{x} + 192*1]" "[{x} + 192*1 + 64]" "1": "9" "15" "21" "27"]
+                    ["[{x} + 192*2]" "[{x} + 192*2 + 64]" "2": "10" "16" "22" "28"]
+                    ["[{x} + 192*3]" "[{x} + 192*3 + 64]" "3": "11" "17" "23" "29"]
+                    ["[{x} + 192*4]" "[{x} + 192*4 + 64]" "4": "12" "18" "24" "30"]
+                    ["[{x} + 192*5]" "[{x} + 192*5 + 64]" "5": "13" "19" "25" "31"]),
+            }
+        }
+        c += n;
+    }
+    for (all, sums) in all.chunks_exact(6).zip(sums) {
+        sums.copy_from_slice(&all[..M]);
     }
 }
 

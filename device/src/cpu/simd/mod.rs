@@ -270,16 +270,28 @@ pub(crate) trait Dot<S: Simd> {
         ask(bytes);
     }
 
-    /// Whether [`Dot::tile`] is there: not for Miri, which interprets no assembly.
-    const HAS_TILE: bool = false;
-    /// [`Dot::chunk`] of steps `0..chunks`, `chunks > 0`, for four rows and a group of [`Dot::TILE_COLS`]: the same bits. Meanwhile it is asked
+    /// Columns from which on groups have a [`Dot::tile`].
+    const TILES_FROM: usize = usize::MAX;
+    /// [`Dot::chunk`] of steps `0..chunks`, `chunks > 0`, for four rows and a group of `M`, in assembly: the same bits. Meanwhile it is asked
     /// for what lies `by` bytes beyond what is read of each row.
     ///
     /// # Safety
-    /// The steps are readable, in the rows and in the group at `x`; `sums` has 4 * TILE_COLS vectors.
-    unsafe fn tile(_w: [*const Self::Elem; 4], _by: usize, _x: *const f32, _chunks: usize, _sums: *mut S::F) {
-        unreachable!("asked for only where HAS_TILE says so")
+    /// The steps are readable, in the rows and in the group at `x`.
+    unsafe fn tile<const M: usize>(
+        _w: [*const Self::Elem; 4],
+        _by: usize,
+        _x: *const f32,
+        _chunks: usize,
+        _sums: &mut [[S::F; M]; 4],
+    ) {
+        unreachable!("asked for only from as many columns on")
     }
+}
+
+/// [`Dot::TILES_FROM`] of tiles from `columns` on: none for Miri, which interprets no assembly.
+#[cfg(target_arch = "x86_64")]
+const fn tiles_from(columns: usize) -> usize {
+    if cfg!(miri) { usize::MAX } else { columns }
 }
 
 /// sums[r][m] += w[r] * the vector at `x + m * stride`.
@@ -615,7 +627,7 @@ impl Level for Avx512Vnni {
     type Bf16 = avx512::EvenOdd;
     type F16 = Widen<F16>;
     type F32 = avx512::Whole;
-    type Q8 = avx512::Bytes;
+    type Q8 = avx512::Words;
     type Q4 = avx512::Levels<true>;
 }
 

@@ -189,7 +189,7 @@ unsafe fn to_bytes(whole: [int32x4_t; 4]) -> int8x16_t {
     }
 }
 
-/// 8-bit weights with activations in 15 bits, `x = scale * (128 * high + low)`, as `avx512::Bytes` has them; bytes are multiplied by
+/// 8-bit weights with activations in 15 bits, `x = scale * (128 * high + low)`; bytes are multiplied by
 /// `sdot`, which takes both with their signs, exactly.
 ///
 /// A packed block, 256 bytes of which 132 are used: `high` [64] and `low` [64] signed bytes; the scale, f32.
