@@ -706,7 +706,7 @@ unsafe fn tile_words<const M: usize>(
 /// byte dot product of VNNI, or in two steps as AVX2 has them, exactly. Activations are `scale * byte`, with the scale `max |x| / 127` of a block: of the error of a product they
 /// make a part in hundreds, the weights' own rounding being twenty times as coarse.
 ///
-/// A packed line, 512 bytes of which 384 are used: signed bytes of both halves [2][64]; per lane what moving the levels up added, negative
+/// A packed line, 384 bytes: signed bytes of both halves [2][64]; per lane what moving the levels up added, negative
 /// [2][16 i32]; the scale of each lane's block [2][16 f32].
 pub(crate) struct Levels<const HAS_VNNI: bool>;
 
@@ -728,6 +728,7 @@ impl<const HAS_VNNI: bool> Levels<HAS_VNNI> {
 impl<const HAS_VNNI: bool> Dot<Avx512> for Levels<HAS_VNNI> {
     type Elem = u8;
     const CHUNK: usize = dtype::Q4.elems;
+    const ROOM: usize = 96;
     const LINES: Option<Lines> = Some(dtype::Q4);
     const TILE_COLS: usize = 4;
 
@@ -740,7 +741,7 @@ impl<const HAS_VNNI: bool> Dot<Avx512> for Levels<HAS_VNNI> {
     unsafe fn pack(dst: *mut f32, src: *const f32, n: usize) {
         let mut half = 0;
         while half < 2 {
-            // SAFETY: `n` elements are readable and 512 bytes writable (caller).
+            // SAFETY: `n` elements are readable and 384 bytes writable (caller).
             unsafe {
                 let scales = dst.add(64 + 16 * half);
                 let mut block = 0;
@@ -785,16 +786,14 @@ impl<const HAS_VNNI: bool> Dot<Avx512> for Levels<HAS_VNNI> {
                     let numbers = if half == 0 { line } else { _mm512_srli_epi16::<4>(line) };
                     _mm512_shuffle_epi8(levels, _mm512_and_si512(numbers, nibble))
                 });
-                // Of the four scales of a line the two of this half, each the upper bytes of eight lanes.
-                let (first, second) = if half == 0 { (0x0100_8080, 0x0302_8080) } else { (0x0504_8080, 0x0706_8080) };
-                let spread = _mm512_inserti64x4::<1>(_mm512_set1_epi32(first), _mm256_set1_epi32(second));
+                let spread = spread(half);
                 let factors = each::<_, R>(|r| {
                     let four = _mm512_set1_epi64(w[r].add(scales).cast::<i64>().read_unaligned());
                     _mm512_castsi512_ps(_mm512_shuffle_epi8(four, spread))
                 });
                 let mut m = 0;
                 while m < M {
-                    let packed = x.add((c * M + m) * dtype::Q4.elems);
+                    let packed = x.add((c * M + m) * Self::ROOM);
                     let bytes = _mm512_loadu_si512(packed.add(16 * half).cast());
                     let added = _mm512_loadu_si512(packed.add(32 + 16 * half).cast());
                     let scale = _mm512_loadu_ps(packed.add(64 + 16 * half));
@@ -810,6 +809,137 @@ impl<const HAS_VNNI: bool> Dot<Avx512> for Levels<HAS_VNNI> {
             }
         }
     }
+    const TILES_FROM: usize = if HAS_VNNI { tiles_from(2) } else { usize::MAX };
+    #[inline(always)]
+    unsafe fn tile<const M: usize>(
+        w: [*const u8; 4],
+        by: usize,
+        x: *const f32,
+        chunks: usize,
+        sums: &mut [[__m512; M]; 4],
+    ) {
+        // SAFETY: the set exists (trait contract), with VNNI (above); the caller's promises are the same.
+        unsafe { tile_levels(w, by, x, chunks, sums) }
+    }
+}
+
+/// A tile of [`Levels`] in assembly: sums of four rows and up to four columns in zmm16 to zmm31; of half a line the rows' levels in zmm0 to zmm3 and their scales, spread, in zmm4 to zmm7;
+/// a column's bytes, what is to be added and its scales in zmm8 to zmm10, products in zmm11 and zmm12; the table of levels, the mask of a number and where the first half's
+/// scales go in zmm13 to zmm15, the second's in memory. A column is its number and its sums.
+macro_rules! levels {
+    ($first:ident, $by:ident, $x:ident, $lines:ident, $scales:ident, $sums:ident, $constants:ident, $columns:literal,
+     $([$m:literal: $s0:literal $s1:literal $s2:literal $s3:literal])*) => {
+        asm!(
+            "2:",
+            "vpandd zmm0, zmm14, [{w0}]", "vpandd zmm1, zmm14, [{w1}]", "vpandd zmm2, zmm14, [{w2}]", "vpandd zmm3, zmm14, [{w3}]",
+            levels!(@rows "zmm15"),
+            $(levels!(@column $m "0" $s0 $s1 $s2 $s3),)*
+            "vpsrlw zmm0, [{w0}], 4", "vpsrlw zmm1, [{w1}], 4", "vpsrlw zmm2, [{w2}], 4", "vpsrlw zmm3, [{w3}], 4",
+            "vpandd zmm0, zmm0, zmm14", "vpandd zmm1, zmm1, zmm14", "vpandd zmm2, zmm2, zmm14", "vpandd zmm3, zmm3, zmm14",
+            levels!(@rows "[{second}]"),
+            $(levels!(@column $m "64" $s0 $s1 $s2 $s3),)*
+            "prefetcht0 [{w0} + {by}]", "prefetcht0 [{w1} + {by}]", "prefetcht0 [{w2} + {by}]", "prefetcht0 [{w3} + {by}]",
+            "add {w0}, 64", "add {w1}, 64", "add {w2}, 64", "add {w3}, 64",
+            concat!("add {x}, 384*", $columns),
+            // Eight bytes on, and 64 less, as far as the rows have gone.
+            "sub {s}, 56",
+            "dec {n}",
+            "jnz 2b",
+            w0 = inout(reg) $first[0] => _, w1 = inout(reg) $first[1] => _, w2 = inout(reg) $first[2] => _, w3 = inout(reg) $first[3] => _,
+            by = in(reg) $by, x = inout(reg) $x => _, n = inout(reg) $lines => _, s = inout(reg) $scales => _, second = in(reg) &raw const $constants[3],
+            out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _, out("zmm6") _, out("zmm7") _,
+            out("zmm8") _, out("zmm9") _, out("zmm10") _, out("zmm11") _, out("zmm12") _,
+            in("zmm13") $constants[0], in("zmm14") $constants[1], in("zmm15") $constants[2],
+            inout("zmm16") $sums[0], inout("zmm17") $sums[1], inout("zmm18") $sums[2], inout("zmm19") $sums[3],
+            inout("zmm20") $sums[4], inout("zmm21") $sums[5], inout("zmm22") $sums[6], inout("zmm23") $sums[7],
+            inout("zmm24") $sums[8], inout("zmm25") $sums[9], inout("zmm26") $sums[10], inout("zmm27") $sums[11],
+            inout("zmm28") $sums[12], inout("zmm29") $sums[13], inout("zmm30") $sums[14], inout("zmm31") $sums[15],
+            options(nostack, readonly),
+        )
+    };
+    // Levels of the numbers in zmm0 to zmm3; scales of the half that `$spread` spreads.
+    (@rows $spread:literal) => {
+        concat!(
+            "vpbroadcastq zmm4, qword ptr [{w0} + {s}]\n", "vpbroadcastq zmm5, qword ptr [{w1} + {s}]\n",
+            "vpbroadcastq zmm6, qword ptr [{w2} + {s}]\n", "vpbroadcastq zmm7, qword ptr [{w3} + {s}]\n",
+            "vpshufb zmm0, zmm13, zmm0\n", "vpshufb zmm1, zmm13, zmm1\n", "vpshufb zmm2, zmm13, zmm2\n", "vpshufb zmm3, zmm13, zmm3\n",
+            "vpshufb zmm4, zmm4, ", $spread, "\n", "vpshufb zmm5, zmm5, ", $spread, "\n",
+            "vpshufb zmm6, zmm6, ", $spread, "\n", "vpshufb zmm7, zmm7, ", $spread,
+        )
+    };
+    (@column $m:literal $at:literal $s0:literal $s1:literal $s2:literal $s3:literal) => {
+        concat!(
+            "vmovdqu64 zmm8, [{x} + 384*", $m, " + ", $at, "]\n",
+            "vmovdqu64 zmm9, [{x} + 384*", $m, " + 128 + ", $at, "]\n",
+            "vmovdqu64 zmm10, [{x} + 384*", $m, " + 256 + ", $at, "]\n",
+            levels!(@row "0" "4" $s0), levels!(@row "1" "5" $s1), levels!(@row "2" "6" $s2), levels!(@row "3" "7" $s3),
+        )
+    };
+    (@row $levels:literal $scales:literal $sum:literal) => {
+        concat!(
+            "vmovdqa64 zmm11, zmm9\n",
+            "vpdpbusd zmm11, zmm", $levels, ", zmm8\n",
+            "vmulps zmm12, zmm10, zmm", $scales, "\n",
+            "vcvtdq2ps zmm11, zmm11\n",
+            "vfmadd231ps zmm", $sum, ", zmm11, zmm12\n",
+        )
+    };
+}
+
+/// [`Dot::tile`] of [`Levels`]; a function of its own, since only one with the feature may name the registers.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+unsafe fn tile_levels<const M: usize>(
+    w: [*const u8; 4],
+    by: usize,
+    x: *const f32,
+    chunks: usize,
+    sums: &mut [[__m512; M]; 4],
+) {
+    // SAFETY: sixteen bytes of the table.
+    let table = unsafe { _mm512_broadcast_i32x4(_mm_loadu_si128(LEVELS_UP.as_ptr().cast())) };
+    let constants = [table, _mm512_set1_epi8(15), spread(0), spread(1)];
+    let mut all = [_mm512_setzero_ps(); 16];
+    for (all, sums) in all.chunks_exact_mut(4).zip(sums.iter()) {
+        all[..M].copy_from_slice(sums);
+    }
+    let mut c = 0;
+    while c < chunks {
+        // Lines of a group follow each other, and so do their scales.
+        let n = dtype::Q4.per_group.min(chunks - c);
+        let [bytes, scales] = dtype::Q4.at(c);
+        let first = w.map(|row| row.wrapping_add(bytes));
+        for row in w {
+            super::prefetch(row.wrapping_add(scales).wrapping_add(by).cast());
+        }
+        let (x, scales) = (x.wrapping_add(c * M * Levels::<true>::ROOM), scales.wrapping_sub(bytes));
+        // SAFETY: the lines are readable, and their scales (caller); prefetches may be of any address.
+        unsafe {
+            match M {
+                2 => {
+                    levels!(first, by, x, n, scales, all, constants, "2", ["0": "16" "20" "24" "28"] ["1": "17" "21" "25" "29"])
+                }
+                3 => {
+                    levels!(first, by, x, n, scales, all, constants, "3", ["0": "16" "20" "24" "28"] ["1": "17" "21" "25" "29"] ["2": "18" "22" "26" "30"])
+                }
+                _ => {
+                    levels!(first, by, x, n, scales, all, constants, "4", ["0": "16" "20" "24" "28"] ["1": "17" "21" "25" "29"] ["2": "18" "22" "26" "30"] ["3": "19" "23" "27" "31"])
+                }
+            }
+        }
+        c += n;
+    }
+    for (all, sums) in all.chunks_exact(4).zip(sums) {
+        sums.copy_from_slice(&all[..M]);
+    }
+}
+
+/// Where in the lanes the scales of a half of a line go: of its four the two of this half, each the upper bytes of eight lanes.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn spread(half: usize) -> __m512i {
+    let (first, second) = if half == 0 { (0x0100_8080, 0x0302_8080) } else { (0x0504_8080, 0x0706_8080) };
+    _mm512_inserti64x4::<1>(_mm512_set1_epi32(first), _mm256_set1_epi32(second))
 }
 
 /// Elements of k that are two vectors, one of bf16, and what a matrix unit's tile has of a row.

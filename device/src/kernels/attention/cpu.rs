@@ -25,7 +25,6 @@ use crate::cpu::gemm::{self, Weights};
 use crate::cpu::rows::{self, Row, has_unit_stride};
 use crate::cpu::simd::{Bf16, Body, Dot, F16, F32, Leaf, Level, Simd, Storage, exp};
 use crate::io::Tensor;
-use crate::kernels::linear::Order;
 use core::marker::PhantomData;
 use core::ops::Range;
 use perpetua_shared::DType;
@@ -76,7 +75,10 @@ pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<
         }
     }
     #[cfg(target_arch = "x86_64")]
-    if p.order == Order::Rounded as u32 && scratch.isa.multiplies_pairs() && k.dtype() == DType::Bf16 {
+    if p.order == super::super::linear::Order::Rounded as u32
+        && scratch.isa.multiplies_pairs()
+        && k.dtype() == DType::Bf16
+    {
         use crate::cpu::simd::{Pairs, Vectors};
         // SAFETY: the set has pairs.
         unsafe { Attend { rows, seen, q, k, v, y, scratch }.with::<Vectors, Pairs, pairs::InPairs>() };
