@@ -206,7 +206,7 @@ unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
 
-/// What is allocated for `compiled`, in the user's words.
+/// What is allocated for `compiled`, by the names that a program sets.
 fn owned_by(compiled: &Compiled) -> String {
     let has_cache = compiled.bindings.iter().any(|binding| binding.kind == BindingKind::State);
     if has_cache { "KV cache (see EngineConfig::max_context) and intermediates" } else { "intermediates" }.to_owned()

@@ -189,7 +189,7 @@ pub(crate) unsafe fn products<S: Simd, P: Supply<S>>(
     }
 }
 
-/// How many of `left` columns the next group takes, a width that [`Tile`] is made for: all, if the registers have room for their sums, as many as
+/// How many of `left` columns the next group takes, a width that tiles are made for: all, if the registers have room for their sums, as many as
 /// they have room for, or of the last two groups half. The sizes do not matter to the sums.
 ///
 /// PERF: 5 rows are one group, where they were 4 and 1: 24 -> 28 GB/s of bf16 weights (AVX-512, Turin, 2026-11-25).
