@@ -868,7 +868,9 @@ mod attention {
         for isa in Isa::available() {
             // On a matrix unit too the bits are the rows' own.
             let bf16 = [Order::Lanes, Order::Prompt, Order::Rounded].map(|order| (DType::Bf16, order));
+            // Where there are no pairs, a prompt that may be rounded is as any.
             let orders = bf16.into_iter().chain([(DType::F32, Order::Lanes)]);
+            let orders = orders.filter(|(_, order)| *order != Order::Rounded || isa.multiplies_pairs());
             for ((dtype, order), window) in orders.flat_map(|order| [(order, ALL), (order, 70)]) {
                 let (rows, n_kv, group, d) = if order == Order::Lanes { (150, 2, 3, 48) } else { (270, 2, 3, 32) };
                 let case = Case {
