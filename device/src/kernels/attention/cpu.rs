@@ -15,7 +15,7 @@
 //!
 //! A row's results do not depend on the rows beside it: blocks start at multiples of 64 whatever the row, each of a
 //! row's sums runs over positions in order, and positions a row may not see are not added, not even as zeros (what
-//! stands there may be NaN). So decode gives the bits of prefill, except where that is a matrix unit's (`tiles`).
+//! stands there may be NaN). So decode gives the bits of prefill, except where that is a matrix unit's (`tiles`) or rounded (`pairs`).
 //!
 //! Tolerance against the reference: scores and sums are formed in another order, exp is exact to 2 ulp: 2^-12 of
 //! max |v| for scores within +-16.
