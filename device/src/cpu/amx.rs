@@ -28,7 +28,7 @@
 //! Tile registers: 0 to 3 sums, 4 and 5 weights, 6 and 7 activations. The compiler uses none of them.
 
 use super::outer::{self, Products};
-use super::simd::{self, Leaf, STEP, Simd, Vectors, Widened};
+use super::simd::{self, Leaf, STEP, Simd, Vectors, Widened, brains};
 use crate::io::Tensor;
 use core::arch::{asm, x86_64::*};
 use core::marker::PhantomData;
@@ -530,10 +530,10 @@ struct Terms([[[u16; STEP]; TILE]; 2]);
 pub(crate) unsafe fn terms(low: __m512, high: __m512) -> [__m512i; 2] {
     // SAFETY: arithmetic only; 32 bf16 are 64 bytes.
     unsafe {
-        let hi = core::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
+        let hi = brains(low, high);
         let low = rest(low, _mm512_castsi512_si256(hi));
         let high = rest(high, _mm512_extracti64x4_epi64::<1>(hi));
-        [hi, core::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low))]
+        [hi, brains(low, high)]
     }
 }
 
@@ -542,11 +542,11 @@ pub(crate) unsafe fn terms(low: __m512, high: __m512) -> [__m512i; 2] {
 unsafe fn finite_terms(low: __m512, high: __m512) -> [__m512i; 2] {
     // SAFETY: arithmetic only; 32 bf16 are 64 bytes.
     unsafe {
-        let hi = core::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
+        let hi = brains(low, high);
         let wide = |half| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(half)));
         let low = _mm512_sub_ps(low, wide(_mm512_castsi512_si256(hi)));
         let high = _mm512_sub_ps(high, wide(_mm512_extracti64x4_epi64::<1>(hi)));
-        [hi, core::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low))]
+        [hi, brains(low, high)]
     }
 }
 

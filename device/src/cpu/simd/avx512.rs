@@ -199,6 +199,25 @@ impl Simd for Avx512 {
     }
 }
 
+/// `n <= 32` elements of 16 bits, zero beyond.
+#[inline(always)]
+unsafe fn load_step(p: *const u16, n: usize) -> __m512i {
+    // SAFETY: lanes under a zero mask bit are not accessed; the others are readable (caller).
+    unsafe {
+        if n == STEP { _mm512_loadu_si512(p.cast()) } else { _mm512_maskz_loadu_epi16((1u32 << n) - 1, p.cast()) }
+    }
+}
+
+/// Where the lanes at even places of two vectors are, and those at odd ones.
+#[inline(always)]
+unsafe fn evens_and_odds() -> [__m512i; 2] {
+    // SAFETY: the set exists (caller); arithmetic only.
+    unsafe {
+        let even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        [even, _mm512_add_epi32(even, _mm512_set1_epi32(1))]
+    }
+}
+
 /// `n <= 32` f32 as two vectors, zero beyond.
 #[inline(always)]
 unsafe fn load_pair(src: *const f32, n: usize) -> (__m512, __m512) {
@@ -279,10 +298,7 @@ impl Dot<Avx512> for EvenOdd {
         // SAFETY: lanes under a zero mask bit are not accessed; the others are readable (caller).
         unsafe {
             let at = c * 32;
-            let pairs = each::<_, R>(|r| {
-                let p = w[r].add(at);
-                if n == 32 { _mm512_loadu_si512(p.cast()) } else { _mm512_maskz_loadu_epi16((1u32 << n) - 1, p.cast()) }
-            });
+            let pairs = each::<_, R>(|r| load_step(w[r].add(at), n));
             add_products::<Avx512, R, M>(each(|r| even(pairs[r])), x.add(at * M), 32, sums);
             add_products::<Avx512, R, M>(each(|r| odd(pairs[r])), x.add(at * M + 16), 32, sums);
         }
@@ -292,8 +308,7 @@ impl Dot<Avx512> for EvenOdd {
         // SAFETY: `n` elements are readable and 32 writable (caller).
         unsafe {
             let (low, high) = load_pair(src, n);
-            let even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-            let odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+            let [even, odd] = evens_and_odds();
             _mm512_storeu_ps(dst, _mm512_permutex2var_ps(low, even, high));
             _mm512_storeu_ps(dst.add(16), _mm512_permutex2var_ps(low, odd, high));
         }
@@ -340,14 +355,7 @@ impl Dot<Avx512> for Pairs {
         // SAFETY: lanes under a zero mask bit are not accessed; the others are readable (caller). Both types are 64 bytes of any bits.
         unsafe {
             let pairs = |bits: __m512i| core::mem::transmute::<__m512i, __m512bh>(bits);
-            let weights = each::<_, R>(|r| {
-                let p = w[r].add(c * STEP);
-                pairs(if n == STEP {
-                    _mm512_loadu_si512(p.cast())
-                } else {
-                    _mm512_maskz_loadu_epi16((1u32 << n) - 1, p.cast())
-                })
-            });
+            let weights = each::<_, R>(|r| pairs(load_step(w[r].add(c * STEP), n)));
             let mut m = 0;
             while m < M {
                 let x = pairs(_mm512_loadu_si512(x.add((c * M + m) * Self::ROOM).cast()));
@@ -384,7 +392,7 @@ impl Dot<Avx512> for Pairs {
 
 /// 32 numbers as bf16, rounded to nearest even but for subnormal ones, which become zeros.
 #[inline(always)]
-unsafe fn brains(low: __m512, high: __m512) -> __m512i {
+pub(crate) unsafe fn brains(low: __m512, high: __m512) -> __m512i {
     // SAFETY: the conversion exists (caller); both types are 64 bytes of any bits.
     unsafe { core::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low)) }
 }
@@ -530,8 +538,7 @@ impl Dot<Avx512> for Words {
             });
             let both = |i: usize| _mm512_inserti64x4::<1>(_mm512_castsi256_si512(words[i]), words[i + 1]);
             // Of each lane's four elements the first two, and the others.
-            let even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-            let odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+            let [even, odd] = evens_and_odds();
             let first = _mm512_permutex2var_epi32(both(0), even, both(2));
             let second = _mm512_permutex2var_epi32(both(0), odd, both(2));
             let upper = _mm512_set1_epi32(0xffff_0000_u32 as i32);
@@ -585,6 +592,31 @@ impl Dot<Avx512> for Words {
         // SAFETY: the set exists (trait contract); the caller's promises are the same.
         unsafe { tile_words(w, by, x, chunks, sums) }
     }
+}
+
+/// Lines of four rows that follow each other, as do their scales.
+struct Group<E> {
+    /// Lines of a row before them.
+    before: usize,
+    /// How many they are.
+    n: usize,
+    /// The first of each row.
+    first: [*const E; 4],
+    /// Bytes from it to its scale.
+    scales: usize,
+}
+
+/// The groups of `chunks` lines of rows `w`. With each it is asked for the scales that lie `by` bytes beyond its own.
+#[inline(always)]
+fn groups<E>(lines: Lines, w: [*const E; 4], by: usize, chunks: usize) -> impl Iterator<Item = Group<E>> {
+    (0..chunks).step_by(lines.per_group).map(move |before| {
+        let [bytes, scales] = lines.at(before);
+        for row in w {
+            super::prefetch(row.wrapping_byte_add(scales).wrapping_byte_add(by).cast());
+        }
+        let first = w.map(|row| row.wrapping_byte_add(bytes));
+        Group { before, n: lines.per_group.min(chunks - before), first, scales: scales.wrapping_sub(bytes) }
+    })
 }
 
 /// A tile of [`Words`] in assembly: sums of four rows and up to six columns in zmm8 to zmm31, a row's words in zmm0 and zmm1 and its scale in zmm2, products in zmm3 and zmm4.
@@ -653,40 +685,32 @@ unsafe fn tile_words<const M: usize>(
     for (all, sums) in all.chunks_exact_mut(6).zip(sums.iter()) {
         all[..M].copy_from_slice(sums);
     }
-    let mut c = 0;
-    while c < chunks {
-        // Blocks of a group follow each other, and so do their scales.
-        let n = dtype::Q8.per_group.min(chunks - c);
-        let [bytes, scales] = dtype::Q8.at(c);
-        let first = w.map(|row| row.wrapping_add(bytes));
-        for row in w {
-            super::prefetch(row.wrapping_add(scales).wrapping_add(by).cast());
-        }
-        let (x, scale) = (x.wrapping_add(c * M * Words::ROOM), scales.wrapping_sub(bytes));
+    for Group { before, n, first, scales } in groups(dtype::Q8, w, by, chunks) {
+        let x = x.wrapping_add(before * M * Words::ROOM);
         // SAFETY: the blocks are readable, and their scales (caller); prefetches may be of any address.
         unsafe {
             match M {
-                2 => words!(first, by, x, n, scale, all, "2", ["0" "5" "6", "1" "7" "12"],
+                2 => words!(first, by, x, n, scales, all, "2", ["0" "5" "6", "1" "7" "12"],
                     ["zmm5" "zmm6" "0": "8" "14" "20" "26"]
                     ["zmm7" "zmm12" "1": "9" "15" "21" "27"]),
-                3 => words!(first, by, x, n, scale, all, "3", ["0" "5" "6", "1" "7" "12", "2" "13" "18"],
+                3 => words!(first, by, x, n, scales, all, "3", ["0" "5" "6", "1" "7" "12", "2" "13" "18"],
                     ["zmm5" "zmm6" "0": "8" "14" "20" "26"]
                     ["zmm7" "zmm12" "1": "9" "15" "21" "27"]
                     ["zmm13" "zmm18" "2": "10" "16" "22" "28"]),
                 4 => {
-                    words!(first, by, x, n, scale, all, "4", ["0" "5" "6", "1" "7" "12", "2" "13" "18", "3" "19" "24"],
+                    words!(first, by, x, n, scales, all, "4", ["0" "5" "6", "1" "7" "12", "2" "13" "18", "3" "19" "24"],
                     ["zmm5" "zmm6" "0": "8" "14" "20" "26"]
                     ["zmm7" "zmm12" "1": "9" "15" "21" "27"]
                     ["zmm13" "zmm18" "2": "10" "16" "22" "28"]
                     ["zmm19" "zmm24" "3": "11" "17" "23" "29"])
                 }
-                5 => words!(first, by, x, n, scale, all, "5", [],
+                5 => words!(first, by, x, n, scales, all, "5", [],
                     ["[{x} + 192*0]" "[{x} + 192*0 + 64]" "0": "8" "14" "20" "26"]
                     ["[{x} + 192*1]" "[{x} + 192*1 + 64]" "1": "9" "15" "21" "27"]
                     ["[{x} + 192*2]" "[{x} + 192*2 + 64]" "2": "10" "16" "22" "28"]
                     ["[{x} + 192*3]" "[{x} + 192*3 + 64]" "3": "11" "17" "23" "29"]
                     ["[{x} + 192*4]" "[{x} + 192*4 + 64]" "4": "12" "18" "24" "30"]),
-                _ => words!(first, by, x, n, scale, all, "6", [],
+                _ => words!(first, by, x, n, scales, all, "6", [],
                     ["[{x} + 192*0]" "[{x} + 192*0 + 64]" "0": "8" "14" "20" "26"]
                     ["[{x} + 192*1]" "[{x} + 192*1 + 64]" "1": "9" "15" "21" "27"]
                     ["[{x} + 192*2]" "[{x} + 192*2 + 64]" "2": "10" "16" "22" "28"]
@@ -695,7 +719,6 @@ unsafe fn tile_words<const M: usize>(
                     ["[{x} + 192*5]" "[{x} + 192*5 + 64]" "5": "13" "19" "25" "31"]),
             }
         }
-        c += n;
     }
     for (all, sums) in all.chunks_exact(6).zip(sums) {
         sums.copy_from_slice(&all[..M]);
@@ -903,16 +926,8 @@ unsafe fn tile_levels<const M: usize>(
     for (all, sums) in all.chunks_exact_mut(4).zip(sums.iter()) {
         all[..M].copy_from_slice(sums);
     }
-    let mut c = 0;
-    while c < chunks {
-        // Lines of a group follow each other, and so do their scales.
-        let n = dtype::Q4.per_group.min(chunks - c);
-        let [bytes, scales] = dtype::Q4.at(c);
-        let first = w.map(|row| row.wrapping_add(bytes));
-        for row in w {
-            super::prefetch(row.wrapping_add(scales).wrapping_add(by).cast());
-        }
-        let (x, scales) = (x.wrapping_add(c * M * Levels::<true>::ROOM), scales.wrapping_sub(bytes));
+    for Group { before, n, first, scales } in groups(dtype::Q4, w, by, chunks) {
+        let x = x.wrapping_add(before * M * Levels::<true>::ROOM);
         // SAFETY: the lines are readable, and their scales (caller); prefetches may be of any address.
         unsafe {
             match M {
@@ -927,7 +942,6 @@ unsafe fn tile_levels<const M: usize>(
                 }
             }
         }
-        c += n;
     }
     for (all, sums) in all.chunks_exact(4).zip(sums) {
         sums.copy_from_slice(&all[..M]);

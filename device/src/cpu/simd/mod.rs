@@ -21,7 +21,7 @@ mod portable;
 mod vecmath;
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use avx512::{Avx512 as Vectors, BrainRow, Pairs, STEP, Widened};
+pub(crate) use avx512::{Avx512 as Vectors, BrainRow, Pairs, STEP, Widened, brains};
 pub(crate) use vecmath::{activate, exp};
 
 use perpetua_shared::dtype::{self, Lines};

@@ -5,7 +5,7 @@
 //! a row's bits do not depend on where parts begin and end: of a pair that is cut, the half that is not there is zero times zero.
 
 use super::cpu::{BLOCK, Part, Sums};
-use crate::cpu::simd::{Leaf, STEP, Vectors, with_avx512_bf16};
+use crate::cpu::simd::{Leaf, STEP, Vectors, brains, with_avx512_bf16};
 use core::arch::x86_64::*;
 use core::mem::transmute;
 
@@ -35,11 +35,10 @@ impl Leaf for Round {
     unsafe fn run(self) {
         let mut at = 0;
         while at < BLOCK {
-            // SAFETY: a block of scores; what is written lies at or before what has been read. Both types are 64 bytes of any bits.
+            // SAFETY: a block of scores; what is written lies at or before what has been read.
             unsafe {
                 let (low, high) = (_mm512_loadu_ps(self.0.add(at)), _mm512_loadu_ps(self.0.add(at + STEP / 2)));
-                let pairs = transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
-                _mm512_storeu_si512(self.0.add(at / 2).cast(), _mm512_rol_epi32::<16>(pairs));
+                _mm512_storeu_si512(self.0.add(at / 2).cast(), _mm512_rol_epi32::<16>(brains(low, high)));
             }
             at += STEP;
         }

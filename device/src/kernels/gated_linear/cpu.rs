@@ -1,15 +1,14 @@
 //! The CPU body of `gated_linear`: two gate rows and two up rows in a tile, so that both matrices stream together. See
 //! `cpu::gemm`; the tolerance is `linear`'s for each factor.
 
-use super::super::linear::cpu::{By, InPanels, Supplied};
+use super::super::linear::cpu::{By, InPanels, Supplied, form};
 use super::*;
-use crate::cpu::gemm::{self, InPlace, Supply, Weights};
-use crate::cpu::outer::{self, Outer, Products};
+use crate::cpu::gemm::{self, Supply, Weights};
+use crate::cpu::outer::{self, Products};
 use crate::cpu::rows::{self, Row};
 use crate::cpu::simd::{Body, Leaf, Level, Simd, activate};
 use crate::io::Tensor;
 use core::marker::PhantomData;
-use perpetua_shared::DType;
 
 pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
     let [x, gate, up, gate_bias, up_bias, y] = core::array::from_fn(|i| call.tensor(i));
@@ -39,30 +38,9 @@ struct Gated<'a> {
 impl Body for Gated<'_> {
     type Output = ();
     unsafe fn run<L: Level>(self) {
-        // SAFETY: the level exists (caller).
-        unsafe {
-            match self.by {
-                By::Lanes => {}
-                #[cfg(target_arch = "x86_64")]
-                By::Pairs => {
-                    let dtype = self.gate.dtype();
-                    return self.in_pairs(dtype);
-                }
-                By::Outer => return self.in_panels::<L::S, Outer>(),
-                #[cfg(target_arch = "x86_64")]
-                By::Tiles => {
-                    let dtype = self.gate.dtype();
-                    return self.in_tiles::<L::S>(dtype);
-                }
-            }
-            match self.gate.dtype() {
-                DType::Bf16 => self.supplied::<L::S, InPlace<L::Bf16>>(),
-                DType::F16 => self.supplied::<L::S, InPlace<L::F16>>(),
-                DType::Q8 => self.supplied::<L::S, InPlace<L::Q8>>(),
-                DType::Q4 => self.supplied::<L::S, InPlace<L::Q4>>(),
-                _ => self.supplied::<L::S, InPlace<L::F32>>(),
-            }
-        }
+        let (by, dtype) = (self.by, self.gate.dtype());
+        // SAFETY: the level exists (caller), and `by` is for the operands; both matrices are of one dtype.
+        unsafe { form::<L>(self, by, dtype) }
     }
 }
 

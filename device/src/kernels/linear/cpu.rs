@@ -129,6 +129,28 @@ pub(in crate::kernels) trait InPanels: Sized {
     }
 }
 
+/// Forms products as `by` says, of weights of `dtype`.
+///
+/// # Safety
+/// The level exists; `by` is what [`By::of`] says of such operands.
+pub(in crate::kernels) unsafe fn form<L: Level>(products: impl InPanels + Supplied, by: By, dtype: DType) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match (by, dtype) {
+            (By::Outer, _) => products.in_panels::<L::S, Outer>(),
+            #[cfg(target_arch = "x86_64")]
+            (By::Tiles, _) => products.in_tiles::<L::S>(dtype),
+            #[cfg(target_arch = "x86_64")]
+            (By::Pairs, _) => products.in_pairs(dtype),
+            (By::Lanes, DType::Bf16) => products.supplied::<L::S, InPlace<L::Bf16>>(),
+            (By::Lanes, DType::F16) => products.supplied::<L::S, InPlace<L::F16>>(),
+            (By::Lanes, DType::Q8) => products.supplied::<L::S, InPlace<L::Q8>>(),
+            (By::Lanes, DType::Q4) => products.supplied::<L::S, InPlace<L::Q4>>(),
+            (By::Lanes, _) => products.supplied::<L::S, InPlace<L::F32>>(),
+        }
+    }
+}
+
 struct Linear<'a> {
     rows: usize,
     x: Tensor,
@@ -144,30 +166,9 @@ struct Linear<'a> {
 impl Body for Linear<'_> {
     type Output = ();
     unsafe fn run<L: Level>(self) {
-        // SAFETY: the level exists (caller).
-        unsafe {
-            match self.by {
-                By::Lanes => {}
-                #[cfg(target_arch = "x86_64")]
-                By::Pairs => {
-                    let dtype = self.w.dtype();
-                    return self.in_pairs(dtype);
-                }
-                By::Outer => return self.in_panels::<L::S, Outer>(),
-                #[cfg(target_arch = "x86_64")]
-                By::Tiles => {
-                    let dtype = self.w.dtype();
-                    return self.in_tiles::<L::S>(dtype);
-                }
-            }
-            match self.w.dtype() {
-                DType::Bf16 => self.supplied::<L::S, InPlace<L::Bf16>>(),
-                DType::F16 => self.supplied::<L::S, InPlace<L::F16>>(),
-                DType::Q8 => self.supplied::<L::S, InPlace<L::Q8>>(),
-                DType::Q4 => self.supplied::<L::S, InPlace<L::Q4>>(),
-                _ => self.supplied::<L::S, InPlace<L::F32>>(),
-            }
-        }
+        let (by, dtype) = (self.by, self.w.dtype());
+        // SAFETY: the level exists (caller), and `by` is for the operands.
+        unsafe { form::<L>(self, by, dtype) }
     }
 }
 
