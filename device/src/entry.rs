@@ -255,10 +255,14 @@ impl Lists for (DeviceImage, WorkerId) {
         self.0.uses(Technique::TilesAhead)
     }
 
-    fn binding(&self, binding: u32) -> *const u8 {
+    fn binding(&self, binding: u32, sequence: u32) -> *const u8 {
         // SAFETY: see `DeviceImage`.
-        let base = unsafe { entries::<u64>(param!(self.0, bindings), binding, 1).as_ptr().read() };
-        core::ptr::with_exposed_provenance(base as usize)
+        let of = |table| unsafe { entries::<u64>(table, binding, 1).as_ptr().read() };
+        let mut at = of(param!(self.0, bindings));
+        if sequence > 0 {
+            at += of(param!(self.0, parts)) * u64::from(sequence);
+        }
+        core::ptr::with_exposed_provenance(at as usize)
     }
 
     fn pace(&self) -> *mut u32 {

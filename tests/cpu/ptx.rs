@@ -3,6 +3,7 @@
 //! Without a device toolchain there is nothing to judge, which these tests say aloud; `./x test` installs one.
 
 use crate::held::held;
+use object::{Object, ObjectSection};
 use perpetua::codegen::bodies::files;
 use perpetua::codegen::plan::{Act, Scope, plan};
 use perpetua::device_image::{DeviceImage, DeviceModule, device_image, device_kernels};
@@ -480,6 +481,40 @@ fn a_cubin_is_embedded() {
         let is_assembled = module.cubin().is_some() && module.ptxas_report().is_some();
         assert!(is_assembled, "there is {ptxas}, but the build found none");
     }
+}
+
+/// Attention finds weights, by exponentials, while tensor cores make the next scores: so it says, but ptxas is free to wait for these first, and did.
+#[test]
+fn exponentials_stand_before_what_waits_for_products() {
+    // By the lowest twelve bits of a machine instruction, of two words, as nvdisasm names them; what a warpgroup waits with has a bit beside.
+    const PRODUCT: u64 = 0x9f0;
+    const SPECIAL_FUNCTION: u64 = 0x308;
+    const WARPGROUP: u64 = 0x9c5;
+    const WAITS: u64 = 1 << 47;
+    let Some(cubin) = device_image().and_then(|image| image.worker.cubin()) else {
+        println!("skipped: no cubin in this build (./x setup fetches ptxas)");
+        return;
+    };
+    let file = object::File::parse(cubin).expect("an ELF file");
+    let section = file.section_by_name(&format!(".text.{WORKER}")).expect("the kernel's code");
+    let code = section.data().expect("in the file");
+    let (mut since_product, mut most, mut waits) = (None, 0, 0);
+    for instruction in code.chunks_exact(16) {
+        let word = u64::from_le_bytes(*instruction.first_chunk().expect("two words"));
+        match word & 0xfff {
+            PRODUCT => since_product = Some(0),
+            SPECIAL_FUNCTION => since_product = since_product.map(|n| n + 1),
+            WARPGROUP if word & WAITS != 0 => {
+                (most, waits) = (most.max(since_product.take().unwrap_or(0)), waits + 1);
+            }
+            _ => {}
+        }
+    }
+    assert!(waits > 20, "{waits} waits for products: machine code is read as it is not");
+    assert!(
+        most >= 32 + 2,
+        "{most} exponentials, of 32 weights and two factors a thread, stand before what waits for products"
+    );
 }
 
 #[test]

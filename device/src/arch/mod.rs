@@ -675,6 +675,12 @@ pub(crate) mod warpgroup {
         unsafe { backend::wgmma_commit() }
     }
 
+    /// Has what is computed before this call be issued before products are waited for after it: ptxas moves waits up past all that does not
+    /// need what they wait for. A barrier of memory is the one thing that it moves neither past.
+    pub(crate) fn before_waiting() {
+        backend::wgmma_before_waiting();
+    }
+
     /// Waits until at most `LEFT` groups are under way, the youngest ones.
     ///
     /// # Safety

@@ -393,6 +393,11 @@ pub(super) unsafe fn wgmma_commit() {
     unsafe { nvvm_wgmma_commit() }
 }
 
+pub(super) fn wgmma_before_waiting() {
+    // SAFETY: it has no operands, and orders more than there is to order.
+    unsafe { asm!("fence.acq_rel.cta;", options(nostack)) };
+}
+
 pub(super) unsafe fn wgmma_wait<const LEFT: u32>() {
     // SAFETY: the caller promises that the whole warpgroup is here.
     unsafe { nvvm_wgmma_wait(const { LEFT as i64 }) }

@@ -146,7 +146,7 @@ impl Lists for OneList<'_> {
         true
     }
 
-    fn binding(&self, binding: u32) -> *const u8 {
+    fn binding(&self, binding: u32, _: u32) -> *const u8 {
         // SAFETY: the launch's table has an entry for each operand.
         core::ptr::with_exposed_provenance(unsafe { *self.bindings.add(binding as usize) } as usize)
     }

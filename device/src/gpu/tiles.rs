@@ -123,8 +123,8 @@ pub(crate) trait Lists {
     fn prefetches(&self, program: u32) -> (*const PrefetchOp, u32);
     /// Whether to begin the pass after, once there is nothing left to bring.
     fn goes_ahead(&self) -> bool;
-    /// Where binding `binding` lies.
-    fn binding(&self, binding: u32) -> *const u8;
+    /// Where binding `binding` has the part of sequence `sequence`, or lies, if it has none for each.
+    fn binding(&self, binding: u32, sequence: u32) -> *const u8;
     /// Where the worker [says](LaunchParams::paces) how far it is.
     fn pace(&self) -> *mut u32;
 }
@@ -145,7 +145,8 @@ pub(crate) unsafe fn load(lists: &impl Lists, sync: &Gpu) {
     unsafe {
         loop {
             wait(sync, STEP, pass & 1);
-            let ((program, is_sampling), position) = (told_pass(), shared::load(POSITION));
+            let (program, is_sampling) = told_pass();
+            let (position, sequence) = (shared::load(POSITION), shared::load(POSITION + 2));
             let is_again = program == last;
             // With none nobody waits to hear it.
             if !is_again && brought.ahead > 0 {
@@ -160,7 +161,8 @@ pub(crate) unsafe fn load(lists: &impl Lists, sync: &Gpu) {
             let ops = lists.data(program);
             brought.begin(sync, is_again, ops.1);
             let pace = pass.wrapping_mul(PACE_PASS);
-            brought.bring(lists, sync, ops.0, lists.prefetches(program), Pass { pace, position, is_sampling });
+            let of_pass = Pass { pace, position, sequence, is_sampling };
+            brought.bring(lists, sync, ops.0, lists.prefetches(program), of_pass);
             if lists.goes_ahead() {
                 brought.bring_ahead(lists, sync, ops.0);
             }
@@ -169,11 +171,12 @@ pub(crate) unsafe fn load(lists: &impl Lists, sync: &Gpu) {
 }
 
 /// What prefetches have to know of a pass.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 struct Pass {
     /// The worker's pace when it begins.
     pace: u32,
     position: u32,
+    sequence: u32,
     is_sampling: bool,
 }
 
@@ -247,7 +250,7 @@ impl Brought {
                         break;
                     }
                     if pass.is_sampling || memory::load(&raw const (*op).only_when_sampling) == 0 {
-                        prefetch(op, lists, pass.position);
+                        prefetch(op, lists, [pass.position, pass.sequence]);
                     }
                     issued += 1;
                 }
@@ -293,7 +296,7 @@ impl Brought {
 unsafe fn copy(lists: &impl Lists, op: *const DataOp, number: u32) {
     // SAFETY: the caller's promise.
     unsafe {
-        let source = lists.binding(memory::load(&raw const (*op).source));
+        let source = lists.binding(memory::load(&raw const (*op).source), 0);
         let source = source.add(memory::load(&raw const (*op).source_offset_bytes) as usize);
         let bytes = memory::load(&raw const (*op).bytes);
         let to = memory::load(&raw const (*op).dest_offset_bytes);
@@ -312,9 +315,7 @@ unsafe fn copy(lists: &impl Lists, op: *const DataOp, number: u32) {
 pub(crate) unsafe fn load_task(lists: &impl Lists, sync: &Gpu, (ops, n): (*const DataOp, u32)) {
     let mut brought = Brought { n, ..Brought::default() };
     // SAFETY: the caller's promise. What an op waits for are tiles of its own task, or of one whose bytes nobody here has.
-    unsafe {
-        brought.bring(lists, sync, ops, (core::ptr::null(), 0), Pass { pace: 0, position: 0, is_sampling: false })
-    };
+    unsafe { brought.bring(lists, sync, ops, (core::ptr::null(), 0), Pass::default()) };
 }
 
 /// Says to others of the block that the pass is one of `program`, or, with [`NO_PROGRAM`], that there is none.
@@ -390,15 +391,15 @@ pub(crate) unsafe fn step_on(lists: &impl Lists) {
     unsafe { atomic::fetch_add(lists.pace(), 1) };
 }
 
-/// Asks the L2 cache for what `op` names in a pass at `position`.
+/// Asks the L2 cache for what `op` names in a pass of `sequence` at `position`.
 ///
 /// # Safety
 /// As [`load`].
-unsafe fn prefetch(op: *const PrefetchOp, lists: &impl Lists, position: u32) {
+unsafe fn prefetch(op: *const PrefetchOp, lists: &impl Lists, [position, sequence]: [u32; 2]) {
     // SAFETY: the op is one of a judged plan: what it names lies in its binding, on multiples of sixteen bytes; positions before
     // the pass's, which the cache holds, do too.
     unsafe {
-        let source = lists.binding(memory::load(&raw const (*op).source));
+        let source = lists.binding(memory::load(&raw const (*op).source), sequence);
         let source = source.add(memory::load(&raw const (*op).source_offset_bytes) as usize);
         let (bytes, apart) = (memory::load(&raw const (*op).bytes), memory::load(&raw const (*op).apart_bytes));
         let (mut at, mut end) = (0, memory::load(&raw const (*op).stretches));
@@ -708,8 +709,8 @@ mod tests {
         ops: &'a [PrefetchOp],
         pace: *mut u32,
         weights: *const u8,
-        /// What the worker's pace was whenever something was asked for.
-        seen: &'a RefCell<Vec<u32>>,
+        /// What the worker's pace was whenever something was asked for, and of which sequence.
+        seen: &'a RefCell<Vec<(u32, u32)>>,
     }
 
     impl Lists for Paced<'_> {
@@ -725,9 +726,9 @@ mod tests {
             true
         }
 
-        fn binding(&self, _: u32) -> *const u8 {
+        fn binding(&self, _: u32, sequence: u32) -> *const u8 {
             // SAFETY: all simulated threads are on this one.
-            self.seen.borrow_mut().push(unsafe { self.pace.read() });
+            self.seen.borrow_mut().push((unsafe { self.pace.read() }, sequence));
             self.weights
         }
 
@@ -787,7 +788,8 @@ mod tests {
                             assert_eq!(tiles.passes() + 1, pass);
                             set_pace(&lists, pass);
                         }
-                        tiles.begin(&Step { program, sampling: u32::from(pass == 1), ..Step::default() }, 0, me == 0);
+                        let sampling = u32::from(pass == 1);
+                        tiles.begin(&Step { program, sampling, sequence: 10 * pass, ..Step::default() }, 0, me == 0);
                         for _ in 0..n_tasks {
                             if me == 0 {
                                 step_on(&lists);
@@ -803,12 +805,15 @@ mod tests {
                 let is_for = |op: &&PrefetchOp| pass == 1 || op.only_when_sampling == 0;
                 for op in ops.iter().filter(is_for) {
                     // What waits for nothing is asked for in any case; the rest, in order, until the pass is over.
-                    let is_asked = seen.get(at).is_some_and(|pace| op.after == 0 || *pace < (pass + 1) * PACE_PASS);
+                    let is_asked =
+                        seen.get(at).is_some_and(|(pace, _)| op.after == 0 || *pace < (pass + 1) * PACE_PASS);
                     assert!(is_asked || op.after > 0, "seed {seed}: {seen:x?}");
                     if !is_asked {
                         break;
                     }
-                    assert!(seen[at] >= pass * PACE_PASS + op.after, "seed {seed}: {seen:x?}");
+                    let (pace, sequence) = seen[at];
+                    assert!(pace >= pass * PACE_PASS + op.after, "seed {seed}: {seen:x?}");
+                    assert_eq!(sequence, 10 * pass, "seed {seed}: the part of another sequence");
                     n_late += usize::from(op.after == 3);
                     assert!(op.after < 3 || pass == 1, "the worker has left before its third task");
                     at += 1;
@@ -839,7 +844,7 @@ mod tests {
         let launched = launch(&Options::new(1, 32, 0), allocations, || {
             if thread::thread_idx() == 0 {
                 // SAFETY: what is asked for lies in the weights.
-                ops.iter().for_each(|op| unsafe { prefetch(op, &lists, BYTES as u32 / 16) });
+                ops.iter().for_each(|op| unsafe { prefetch(op, &lists, [BYTES as u32 / 16, 0]) });
             }
         });
         launched.unwrap_or_else(|error| panic!("{error}"));

@@ -102,7 +102,8 @@ impl MacroKernel for Advance {
             }
             if block.thread == 0 {
                 let (tokens, words) = (call.tensor(slot::TOKENS), call.tensor(slot::CONTROL));
-                // Asked for ahead of the tokens. Events have brought what was recorded before any of the pass's results.
+                // Asked for ahead of the tokens. Who records a fault does so before it makes anything more of the pass, by an exchange whose
+                // result it waits for; and whatever this task waits for came after that, be it by events or by flags.
                 let fault = call.fault_code();
                 let tell = |at, in_cache, token| {
                     if fault == 0 {

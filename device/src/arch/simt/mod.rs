@@ -352,6 +352,8 @@ pub(super) unsafe fn wgmma_wait<const LEFT: u32>() {
     products(Purpose::ProductsWait, LEFT);
 }
 
+pub(super) fn wgmma_before_waiting() {}
+
 pub(super) fn wgmma_taken<const N: usize>(sums: [f32; N]) -> [f32; N] {
     sums
 }

@@ -315,6 +315,7 @@ impl Queries<'_> {
                     scores[of] = exp2(scores[of] - max[i / 2]);
                     total[i / 2] += scores[of];
                 });
+                warpgroup::before_waiting();
                 // The products that read the weights before are done: nobody may write these registers sooner. And all weights before the next
                 // products begin, between which no instruction may write what they read.
                 sums = adding.take();
