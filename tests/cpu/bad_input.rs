@@ -2,6 +2,7 @@
 
 use perpetua::compile::{Config, Source, compile};
 use perpetua::device::kernels::linear::Activation;
+use perpetua::device::kernels::routing::Weighting;
 use perpetua::engine::Resident;
 use perpetua::exec::RunError;
 use perpetua::exec::memory::NoWeights;
@@ -395,6 +396,12 @@ fn options_without_effect_are_named() {
         (&logits, &["--exact", "--device", "ptx"], "--exact is for --device cpu or reference"),
         (&logits, &["--exact", "--device", "cuda"], "--exact is for --device cpu or reference"),
         (&vec!["bench", "--model", &text], &["--device", "simt"], "nothing to measure on --device simt"),
+        (&vec!["bench", "--model", &text], &["--tokens", "1"], "--tokens 1: no step between two tokens"),
+        // Judged before a model is looked for.
+        (&vec!["generate", "--model", "/nonexistent", "--prompt", "a"], &["--top-p", "2"], "top-p 2: expected"),
+        (&vec!["chat", "--model", "/nonexistent"], &["--temperature", "-1"], "temperature -1: expected"),
+        (&vec!["plan", "--config"], &["nope.json"], "nope.json: cannot read: "),
+        (&vec!["pack", "--capacity", "9", "--out", "/dev/null", "--in"], &[&latin], "latin.txt: byte 3 is not UTF-8"),
         (&bench, &["--prompt-lookup", "3"], "--prompt-lookup is for text models"),
         (&perplexity, &["/nonexistent"], "/nonexistent: no such file"),
         (&perplexity, &[&latin], "latin.txt: byte 3 is not UTF-8"),
@@ -484,7 +491,7 @@ fn tensors_of_no_graph_are_refused_by_name() {
         down: far,
         residual: None,
         chosen: 1,
-        normalise: false,
+        weighting: Weighting::All,
         activation: none,
     };
     let of = "operator a: tensor x55 does not exist";

@@ -18,6 +18,7 @@ use perpetua::model::synth::preset_config;
 use perpetua::{Device, EngineConfig};
 use perpetua_device::kernels::elementwise::{self, Function};
 use perpetua_device::kernels::linear::Activation;
+use perpetua_device::kernels::routing::Weighting;
 use perpetua_device::kernels::{Elementwise, Numbered, RmsNorm, param_words};
 use perpetua_shared::control::{ALL_ROWS, Control, End, Request, Step};
 use perpetua_shared::image::BindingKind;
@@ -550,8 +551,8 @@ fn experts_are_a_stack_of_weights() {
             graph.weight_stack(name, experts, shape, DType::Bf16).unwrap()
         };
         let (gate, up, down) = (stack("*.gate", 10, [n, k]), stack("*.up", 20, [n, k]), stack("*.down", 30, [k, n]));
-        let (normalise, activation) = (false, Activation::Silu);
-        let args = ExpertArgs { logits, gate, up, down, residual: None, chosen, normalise, activation };
+        let (weighting, activation) = (Weighting::All, Activation::Silu);
+        let args = ExpertArgs { logits, gate, up, down, residual: None, chosen, weighting, activation };
         let y = graph.experts("experts", x, args).unwrap();
         graph.output("y", y).unwrap();
         graph.output("down", down).unwrap();

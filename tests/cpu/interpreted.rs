@@ -6,7 +6,7 @@ use crate::simt::{model, model_of, recast};
 use perpetua::compile::Source;
 use perpetua::cuda::fake::{Fake, Options, Runs};
 use perpetua::cuda::probe::{Prober, TilesFrom};
-use perpetua::device::kernels::{attention_merge, elementwise, linear::Activation};
+use perpetua::device::kernels::{attention_merge, elementwise, linear::Activation, routing::Weighting};
 use perpetua::engine::Resident;
 use perpetua::exec::{RunError, cuda};
 use perpetua::graph::kernel::{ExpertArgs, KernelGraph};
@@ -434,8 +434,8 @@ fn rows_of_an_expert_are_products_of_warpgroups() {
             graph.weight_stack(&format!("*.{what}"), experts, shape, dtype).expect("a stack")
         };
         let (gate, up, down) = (stack(1, [n, k]), stack(2, [n, k]), stack(3, [k, n]));
-        let (normalise, activation) = (true, Activation::Silu);
-        let args = ExpertArgs { logits, gate, up, down, residual: Some(x), chosen, normalise, activation };
+        let (weighting, activation) = (Weighting::Chosen, Activation::Silu);
+        let args = ExpertArgs { logits, gate, up, down, residual: Some(x), chosen, weighting, activation };
         let y = graph.experts("experts", read, args).expect("operators");
         graph.output("y", y).unwrap();
         // Most go to the first expert where it is shifted, nobody to the last.

@@ -88,17 +88,19 @@ fn divergence(expected: &[f32], found: &[f32]) -> f64 {
     p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum()
 }
 
-pub(super) const MODELS: [&str; 15] = [
+pub(super) const MODELS: [&str; 17] = [
     "tiny-qwen3",
     "tiny-llama",
     "tiny-qwen2",
     "tiny-mistral",
     "tiny-qwen3-moe",
+    "tiny-qwen2-moe",
     "tiny-mixtral",
     "tiny-gemma3",
     "tiny-smollm3",
     "tiny-granite",
     "tiny-granitemoe",
+    "tiny-granite4",
     "tiny-olmoe",
     "tiny-phi3",
     "tiny-olmo2",

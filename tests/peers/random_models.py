@@ -21,14 +21,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMaskedLM, PreTrainedTokenizerFast
 
-DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3", "granite", "phi3", "olmo2", "olmo3", "exaone4"]
-EXPERTS = ["mixtral", "granitemoe", "qwen3_moe", "olmoe"]
+DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3", "granite", "phi3", "olmo2", "olmo3", "exaone4", "seed_oss", "ministral3"]
+EXPERTS = ["mixtral", "granitemoe", "granitemoeshared", "granitemoehybrid", "qwen3_moe", "qwen2_moe", "olmoe"]
+# Models that see, too, and the one in them that reads.
+HALVES = {"qwen3_vl": "qwen3", "qwen2_5_vl": "qwen2", "mistral3": "mistral", "gemma3": "gemma3_text", "llava": "llama", "internvl": "qwen3"}
 ENCODERS = ["bert", "roberta", "xlm-roberta", "camembert", "modernbert"]
 LAYER_TYPES = ["full_attention", "sliding_attention"]
 # Each type of layer has RoPE's parameters of its own.
 BY_TYPE = ["gemma3_text", "olmo3"]
+GRANITES = ["granite", "granitemoe", "granitemoeshared", "granitemoehybrid"]
 DTYPES = [torch.bfloat16, torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -70,10 +73,10 @@ def text_config(r, kind):
     heads = kv_heads * r.choice([1, 2, 3, 4, 5, 7, 8])
     while heads * head_dim > 1024 and heads > kv_heads:
         heads -= kv_heads
-    has_none = ("qwen2", "granite", "granitemoe", "phi3", "olmo2", "olmo3", "olmoe")
+    has_none = ("qwen2", "qwen2_moe", *GRANITES, "phi3", "olmo2", "olmo3", "olmoe")
     has_head_dim = kind not in (*has_none, "llama", "mistral", "smollm3") or kind not in has_none and r.random() < 0.5
     hidden = r.choice([6, 16, 33, 48, 64, 96, 100, 128, 160, 192, 200, 256, 300]) if has_head_dim else heads * head_dim
-    if kind in ("llama", "gemma3_text", "smollm3", "exaone4", "granite", "granitemoe"):  # transformers wants it so
+    if kind in ("llama", "gemma3_text", "smollm3", "exaone4", *GRANITES):  # transformers wants it so
         hidden = heads * max(1, hidden // heads)
     layers = r.choice([1, 2, 3, 4])
     c = {
@@ -95,19 +98,19 @@ def text_config(r, kind):
         c["head_dim"] = head_dim
     if kind in ("llama", "smollm3", "granite"):
         c |= {"attention_bias": r.random() < 0.4, "mlp_bias": r.random() < 0.4}
-    if kind in ("qwen3", "qwen3_moe", "granitemoe"):
+    if kind in ("qwen3", "qwen3_moe", *GRANITES[1:]):
         c["attention_bias"] = r.random() < 0.4
     if kind in ("mistral", "mixtral"):
         c["sliding_window"] = r.choice([None, 1, 3, 7, 16, 40, 4096])
-    if kind in ("qwen2", "qwen3", "qwen3_moe") and r.random() < 0.5:
+    if kind in ("qwen2", "qwen3", "qwen3_moe", "qwen2_moe") and r.random() < 0.5:
         c |= {"use_sliding_window": True, "sliding_window": r.choice([1, 5, 16, 50]), "max_window_layers": r.randrange(layers + 1)}
     if kind == "smollm3":
         c |= {"no_rope_layers": [r.choice([0, 1]) for _ in range(layers)]} if r.random() < 0.6 else {"no_rope_layer_interval": r.choice([1, 2, 4])}
         c |= {"use_sliding_window": True, "sliding_window": r.choice([1, 5, 16, 50])} if r.random() < 0.4 else {}
-    if kind in ("mixtral", "granitemoe"):
+    if kind in ("mixtral", *GRANITES[1:]):
         experts = r.choice([1, 2, 4, 8])
         c |= {"num_local_experts": experts, "num_experts_per_tok": r.randint(1, min(experts, 4))}
-    if kind == "qwen3_moe":
+    if kind in ("qwen3_moe", "qwen2_moe"):
         experts = r.choice([1, 4, 8, 16])
         c |= {"num_experts": experts, "num_experts_per_tok": r.randint(1, min(experts, 8)), "norm_topk_prob": r.random() < 0.5}
         c |= {"moe_intermediate_size": r.choice([8, 24, 64, 100]), "decoder_sparse_step": r.choice([1, 1, 2])}
@@ -115,9 +118,21 @@ def text_config(r, kind):
     if kind == "phi3":
         c |= {"sliding_window": r.choice([None, 1, 7, 40]), "original_max_position_embeddings": r.choice([16, 32, 64, 4096])}
         c["rope_parameters"] = longrope(r, head_dim)
-    if kind in ("granite", "granitemoe"):
+    if kind in GRANITES:
         c |= {"attention_multiplier": r.choice([1 / head_dim, head_dim ** -0.5]), "embedding_multiplier": r.choice([1.0, 3.0, 12.0])}
         c |= {"residual_multiplier": r.choice([1.0, 0.22, 1.5]), "logits_scaling": r.choice([1.0, 0.5, 8.0])}
+    if kind == "qwen2_moe":
+        c |= {"shared_expert_intermediate_size": r.choice([8, 31, 64, 100]), "qkv_bias": r.random() < 0.7}
+    if kind in GRANITES[2:]:
+        c["shared_intermediate_size"] = r.choice([8, 31, 64, 130])
+    if kind == "granitemoehybrid":
+        c |= {"layer_types": ["full_attention"] * layers, "position_embedding_type": r.choice(["rope", "rope", None])}
+        c |= {"mamba_n_heads": 2, "mamba_expand": 2} | r.choice([{}, {"num_local_experts": 0}])
+    if kind == "seed_oss":
+        c |= {key: r.random() < 0.5 for key in ["attention_bias", "attention_out_bias", "mlp_bias"]}
+    if kind == "ministral3":
+        c["sliding_window"] = r.choice([None, None, 7, 40])
+        c["rope_parameters"] |= {"llama_4_scaling_beta": r.choice([0.1, 0.5]), "original_max_position_embeddings": 128}
     if kind == "olmoe":
         experts = r.choice([1, 4, 8, 16])
         c |= {"num_experts": experts, "num_experts_per_tok": r.randint(1, min(experts, 8)), "norm_topk_prob": r.random() < 0.5}
@@ -153,6 +168,14 @@ def randomise(model, r, kind, dtype):
     return model.eval()
 
 
+def vision_config(kind, c):
+    """The half that sees, as small as it may be."""
+    if kind.startswith("qwen"):
+        sizes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": c["hidden_size"]}
+        return sizes | ({"fullatt_block_indexes": [0]} if kind == "qwen2_5_vl" else {"deepstack_visual_indexes": [0]})
+    return {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+
+
 def older_keys(folder, r):
     """config.json as earlier versions wrote it."""
     path = folder / "config.json"
@@ -169,9 +192,18 @@ def older_keys(folder, r):
 
 
 def text(r, seed, only, run):
-    kind = r.choice(only or DECODERS + EXPERTS)
-    c, dtype = text_config(r, kind), r.choice(DTYPES)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **c), experts_implementation="eager").float()
+    kind = r.choice(only or DECODERS + EXPERTS + list(HALVES))
+    c, dtype = text_config(r, HALVES.get(kind, kind)), r.choice(DTYPES)
+    if kind in HALVES:
+        if kind.startswith("qwen"):  # a position of a picture has three numbers: which pairs each turns
+            half = c.get("head_dim", c["hidden_size"] // c["num_attention_heads"]) // 2
+            section = [half - 2 * (half // 3), half // 3, half // 3]
+            c.pop("use_sliding_window", None) if kind == "qwen3_vl" else None  # which it has none for
+            c["rope_parameters"] = {"rope_type": "default", "rope_theta": c["rope_parameters"]["rope_theta"], "mrope_section": section}
+        given = {"text_config": c | {"model_type": HALVES[kind]}, "tie_word_embeddings": c["tie_word_embeddings"]}
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **given, vision_config=vision_config(kind, c))).float()
+    else:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **c), experts_implementation="eager").float()
     randomise(model, r, kind, dtype)
     n = r.choice([1, 2, 7, 13, 33, 64, 65, 100])
     ids = torch.randint(3, c["vocab_size"], (n,))
@@ -180,7 +212,7 @@ def text(r, seed, only, run):
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         model.to(dtype).save_pretrained(folder, max_shard_size=r.choice(["50GB", "200KB"]))
-        if kind not in BY_TYPE and r.random() < 0.4:
+        if kind not in (*BY_TYPE, *HALVES, "ministral3") and r.random() < 0.4:
             older_keys(folder, r)
         line, wrong = f"{seed} {kind} {n} tokens {str(dtype)[6:]}", False
         for device in ["reference", "cpu"]:

@@ -294,7 +294,7 @@ mod experts {
         #[test]
         fn agree_with_their_reference(
             isa in isas(), wd in dtypes(), rows in 1..below(40, 4), experts in 1usize..9, chosen in 1usize..9, n in 1..below(23, 5),
-            k in 1..below(80, 20), few in any::<bool>(), normalise in 0u32..2, order in 0u32..4, gap in 0usize..4, seed in any::<u64>(),
+            k in 1..below(80, 20), few in any::<bool>(), weighting in 0u32..3, order in 0u32..4, gap in 0usize..4, seed in any::<u64>(),
         ) {
             let (n, k) = if order >= 2 { (n.next_multiple_of(32), k.next_multiple_of(32)) } else { (n, k) };
             let chosen = chosen.min(experts);
@@ -307,7 +307,7 @@ mod experts {
                 (_, true) => 1.0 / 256.0,
                 _ => ORDER,
             };
-            let p = experts_up::Params { activation: Activation::Silu as u32, order, normalise, eps: 0.0 };
+            let p = experts_up::Params { activation: Activation::Silu as u32, order, weighting, eps: 0.0 };
             let [expected, got] = both::<ExpertsUp>(isa, &p, &[m.x, m.logits.clone(), m.gate, m.up, m.made, Memory::absent()], step(0, rows as u32), 0);
             // A gate and what it opens are sums of at most k numbers below 1.
             let bound = 3.0 * size * (k * k) as f32;
@@ -330,7 +330,7 @@ mod experts {
         ) {
             let [experts, chosen, n, k] = [6, 3, 13, 40];
             let m = mixture(DType::Bf16, [rows, experts, chosen, n, k], few, 0, seed);
-            let p = experts_up::Params { activation: Activation::Silu as u32, order: 0, normalise: 1, eps: 0.0 };
+            let p = experts_up::Params { activation: Activation::Silu as u32, order: 0, weighting: 1, eps: 0.0 };
             let row = |memory: &Memory, r: usize| {
                 let mut one = memory.clone();
                 one.operand.extent[0] = 1;
@@ -356,7 +356,7 @@ mod experts {
     fn parts_may_lie_apart() {
         let [rows, experts, chosen, n, k] = [3, 5, 2, 7, 24];
         let m = mixture(DType::Bf16, [rows, experts, chosen, n, k], false, 0, 9);
-        let p = experts_up::Params { activation: Activation::Silu as u32, order: 0, normalise: 0, eps: 0.0 };
+        let p = experts_up::Params { activation: Activation::Silu as u32, order: 0, weighting: 0, eps: 0.0 };
         let operands = [m.x, m.logits, m.gate, m.up, m.made, Memory::absent()];
         let spec = Spec::of(ExpertsUp::TASK_TYPE).expect("the kernel is listed");
         let task = TaskDesc { task_type: ExpertsUp::TASK_TYPE, params: param_words(&p), ..TaskDesc::zeroed() };

@@ -1688,8 +1688,8 @@ fn experts(random: &mut Random, round: usize) {
         case.step.rows = random.one_to(rows + 1);
         case.counts = rows == 1;
     };
-    let normalise = random.below(2);
-    let params = experts_up::Params { activation: random.below(5), order: 0, eps: 1e-5, normalise };
+    let weighting = random.below(3);
+    let params = experts_up::Params { activation: random.below(5), order: 0, eps: 1e-5, weighting };
     let mut case = Case::new::<ExpertsUp>(params);
     let dtype = random.dtype();
     case.floats(random, dtype, &[rows, k]);
@@ -1749,7 +1749,7 @@ fn experts_in_fewer_bits(random: &mut Random, round: usize) {
     let (n, k) = (random.one_to(9), if random.flip() { 128 * random.one_to(12) } else { random.one_to(1500) });
     let logits =
         |case: &mut Case, random: &mut Random| case.push(random, DType::F32, &[rows, experts], |r| 3.0 * r.float());
-    let params = experts_up::Params { activation: random.below(5), order: 0, eps: 1e-5, normalise: random.below(2) };
+    let params = experts_up::Params { activation: random.below(5), order: 0, eps: 1e-5, weighting: random.below(3) };
     let mut case = Case::new::<ExpertsUp>(params);
     let dtype = random.dtype();
     case.floats(random, dtype, &[rows, k]);
@@ -1781,7 +1781,7 @@ fn routes_and_slots(random: &mut Random, round: usize) {
     let rows = random.one_to(6);
     let experts = [1, 3, 8, 130][random.below(4) as usize];
     let chosen = random.one_to(experts.min(9));
-    let mut case = Case::new::<ExpertRoutes>(expert_routes::Params { normalise: random.below(2) });
+    let mut case = Case::new::<ExpertRoutes>(expert_routes::Params { weighting: random.below(3) });
     let few = random.flip();
     case.push(random, DType::F32, &[rows, experts], |r| if few { r.below(4) as f32 } else { 3.0 * r.float() });
     case.push(random, DType::I32, &[rows, chosen], |_| 7.0);

@@ -4,7 +4,7 @@
 
 #[cfg(not(target_arch = "nvptx64"))]
 use super::routing;
-use super::routing::Found;
+use super::routing::{Found, Weighting};
 use super::*;
 use crate::arch::memory;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -18,8 +18,8 @@ pub struct ExpertRoutes;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Params {
-    /// See [`experts_up::Params::normalise`].
-    pub normalise: u32,
+    /// A [`Weighting`].
+    pub weighting: u32,
 }
 
 slots! {
@@ -34,8 +34,9 @@ impl MacroKernel for ExpertRoutes {
     type Params = Params;
 
     #[cfg(not(target_arch = "nvptx64"))]
-    fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
+    fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
         let [logits, experts, weights] = io else { unreachable!("slots were counted") };
+        Weighting::check(p.weighting)?;
         let [rows, chosen, ..] = experts.extent;
         routing::check(logits, rows, chosen)?;
         for (name, operand, dtype) in [("experts", experts, DType::I32), ("weights", weights, DType::F32)] {
@@ -50,7 +51,13 @@ impl MacroKernel for ExpertRoutes {
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
         let [logits, experts, weights] = core::array::from_fn(|i| call.tensor(i));
         let mut routes = Vec::new();
-        routing::routes_of(&logits, call.rows(slot::LOGITS), experts.extent(1), p.normalise != 0, &mut routes);
+        routing::routes_of(
+            &logits,
+            call.rows(slot::LOGITS),
+            experts.extent(1),
+            Weighting::of(p.weighting),
+            &mut routes,
+        );
         for routing::Route { expert, row, slot, weight } in routes {
             experts.set_i32([row, slot], expert as i32);
             weights.set([row, slot], weight);
@@ -65,7 +72,7 @@ impl MacroKernel for ExpertRoutes {
             let (rows, chosen) = (call.rows(&call.tensor(slot::LOGITS)), call.tensor(slot::EXPERTS).extent(1));
             let mut r = 0;
             while r < rows {
-                let found = Found::choose(call, block, slot::LOGITS, r, chosen, p.normalise != 0);
+                let found = Found::choose(call, block, slot::LOGITS, r, chosen, Weighting::of(p.weighting));
                 for slot in block.mine(chosen) {
                     let expert = call.tensor(slot::EXPERTS).address([r, slot]).cast::<u32>();
                     memory::store(expert, found.expert(slot));

@@ -5,7 +5,7 @@
 
 #[cfg(not(target_arch = "nvptx64"))]
 use super::linear::Order;
-use super::routing::Found;
+use super::routing::{Found, Weighting};
 use super::*;
 use crate::gpu::packed::{Eight, Four};
 use crate::gpu::rows::dot_of_parts;
@@ -76,7 +76,7 @@ impl MacroKernel for ExpertsDown {
     fn reference(_: &Params, call: &Call<'_>) -> Result<(), Fault> {
         let [x, logits, w, residual, y] = core::array::from_fn(|i| call.tensor(i));
         let mut routes = Vec::new();
-        routing::routes_of(&logits, call.rows(slot::X), x.extent(1), true, &mut routes);
+        routing::routes_of(&logits, call.rows(slot::X), x.extent(1), Weighting::Chosen, &mut routes);
         for r in 0..call.rows(slot::X) {
             for n in 0..w.extent(1) {
                 let own = routes.iter().filter(|route| route.row == r);
@@ -114,7 +114,7 @@ impl MacroKernel for ExpertsDown {
             y.iter_mut().zip(made).for_each(|(y, made)| *y += made);
         };
         let shape = [x.extent(0), x.extent(2), n];
-        let routed = routing::Routed { logits, chosen: x.extent(1), normalise: true, shape };
+        let routed = routing::Routed { logits, chosen: x.extent(1), weighting: Weighting::Chosen, shape };
         routed.each_expert(call, scratch, take, put, |expert, [x, y], call, scratch| {
             use linear::slot::{W, X, Y};
             let mut tensors = [crate::io::Tensor::ABSENT; Linear::SLOTS.len()];
@@ -129,7 +129,7 @@ impl MacroKernel for ExpertsDown {
             let (rows, chosen) = (call.rows(&call.tensor(slot::X)), call.tensor(slot::X).extent(1));
             let mut r = 0;
             while r < rows {
-                let found = Found::choose(call, block, slot::LOGITS, r, chosen, true);
+                let found = Found::choose(call, block, slot::LOGITS, r, chosen, Weighting::Chosen);
                 if rows == 1 || rows * chosen <= call.tensor(slot::LOGITS).extent(1) {
                     found.ask(call, block, slot::W, chosen);
                 }

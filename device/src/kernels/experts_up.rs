@@ -5,7 +5,7 @@
 
 #[cfg(not(target_arch = "nvptx64"))]
 use super::linear::{Activation, Order};
-use super::routing::Found;
+use super::routing::{Found, Weighting};
 use super::*;
 use crate::gpu::math::activate;
 use crate::gpu::rows::{Staging, Vector, two_dots};
@@ -27,8 +27,8 @@ pub struct Params {
     pub order: u32,
     /// Added to the mean square of x, where it is normalised.
     pub eps: f32,
-    /// 1: an expert counts with its part of the softmax over the experts chosen; 0: over all.
-    pub normalise: u32,
+    /// A [`Weighting`].
+    pub weighting: u32,
 }
 
 slots! {
@@ -60,6 +60,7 @@ impl MacroKernel for ExpertsUp {
         if Order::from_u32(p.order).is_none() {
             return Err(format!("order of summation {} is unknown", p.order));
         }
+        Weighting::check(p.weighting)?;
         for (name, operand, rank) in [("x", x, 2), ("y", y, 3)] {
             rules::dtype(name, operand, &rules::FLOATS)?;
             rules::rank(name, operand, rank)?;
@@ -93,7 +94,7 @@ impl MacroKernel for ExpertsUp {
         let [x, logits, gate, up, y, norm] = core::array::from_fn(|i| call.tensor(i));
         let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
         let mut routes = Vec::new();
-        routing::routes_of(&logits, call.rows(slot::X), y.extent(1), p.normalise != 0, &mut routes);
+        routing::routes_of(&logits, call.rows(slot::X), y.extent(1), Weighting::of(p.weighting), &mut routes);
         for route in routes {
             let x = rms_norm::row(&x, route.row, &norm, p.eps, false);
             let of = |w: &crate::io::Tensor, n: usize| -> f32 {
@@ -121,7 +122,7 @@ impl MacroKernel for ExpertsUp {
             return Self::reference(p, call);
         }
         let shape = [x.extent(0), x.extent(1), gate.extent(1)];
-        let routed = routing::Routed { logits, chosen: y.extent(1), normalise: p.normalise != 0, shape };
+        let routed = routing::Routed { logits, chosen: y.extent(1), weighting: Weighting::of(p.weighting), shape };
         routed.each_expert(call, scratch, take, put, |expert, [x, y], call, scratch| {
             use gated_linear::slot::{GATE, UP, X, Y};
             let mut tensors = [crate::io::Tensor::ABSENT; GatedLinear::SLOTS.len()];
@@ -148,7 +149,7 @@ impl MacroKernel for ExpertsUp {
             }
             let mut r = 0;
             while r < rows {
-                let found = Found::choose(call, block, slot::LOGITS, r, chosen, p.normalise != 0);
+                let found = Found::choose(call, block, slot::LOGITS, r, chosen, Weighting::of(p.weighting));
                 // Where most rows go to experts of their own: else they have been asked for.
                 if rows == 1 || rows * chosen <= call.tensor(slot::LOGITS).extent(1) {
                     found.ask(call, block, slot::GATE, chosen);

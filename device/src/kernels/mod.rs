@@ -545,6 +545,17 @@ pub(crate) mod rules {
         Ok(())
     }
 
+    /// `y` is one row, of as many elements as those of `x`.
+    pub(crate) fn one_row_of(x: &Operand, y: &Operand) -> Result<(), Violation> {
+        for (name, operand) in [("x", x), ("y", y)] {
+            dtype(name, operand, &FLOATS)?;
+            rank(name, operand, 2)?;
+            unit_stride(name, operand)?;
+            extent(name, operand, 1, x.extent[1])?;
+        }
+        extent("y", y, 0, 1)
+    }
+
     /// What a product normalises `x` by: weights or, where these are in it already (`is_weighted`), sums of squares of its rows' parts.
     pub(crate) fn norm(norm: &Operand, x: &Operand, is_weighted: u32) -> Result<(), Violation> {
         if is_weighted != 0 {

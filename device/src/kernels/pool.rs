@@ -31,13 +31,7 @@ impl MacroKernel for Pool {
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
         let [x, y] = io else { unreachable!("slots were counted") };
-        for (name, operand) in [("x", x), ("y", y)] {
-            rules::dtype(name, operand, &rules::FLOATS)?;
-            rules::rank(name, operand, 2)?;
-            rules::unit_stride(name, operand)?;
-            rules::extent(name, operand, 1, x.extent[1])?;
-        }
-        rules::extent("y", y, 0, 1)
+        rules::one_row_of(x, y)
     }
 
     #[cfg(not(target_arch = "nvptx64"))]

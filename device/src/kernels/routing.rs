@@ -2,8 +2,8 @@
 //! [`ExpertsDown`](super::ExpertsDown) find out of a row's logits, every task for itself, since that takes less than to wait for
 //! one who would tell it.
 //!
-//! Chosen are the experts with the largest logits, ties to the lower number. Slot 0 is the best one's. An expert counts with its part of
-//! the softmax, over all experts or over those chosen. (MPK: `MOE_TOPK_SOFTMAX`.)
+//! Chosen are the experts with the largest logits, ties to the lower number. Slot 0 is the best one's. How much an expert counts its
+//! logit says, by itself or beside others: [`Weighting`]. (MPK: `MOE_TOPK_SOFTMAX`.)
 
 use super::{Cost, MAX_NORMED, product, total};
 #[cfg(not(target_arch = "nvptx64"))]
@@ -25,6 +25,42 @@ pub const MAX_EXPERTS: u32 = 1024;
 
 /// Experts a row goes to.
 pub const MAX_CHOSEN: u32 = 32;
+
+/// How much an expert counts that a row goes to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Weighting {
+    /// Its part of the softmax over all experts' logits.
+    All = 0,
+    /// Its part of the softmax over those of the experts chosen.
+    Chosen = 1,
+    /// Its logit's sigmoid.
+    Sigmoid = 2,
+}
+
+impl Weighting {
+    /// The one that is this number.
+    pub const fn from_u32(number: u32) -> Option<Weighting> {
+        match number {
+            0 => Some(Weighting::All),
+            1 => Some(Weighting::Chosen),
+            2 => Some(Weighting::Sigmoid),
+            _ => None,
+        }
+    }
+
+    /// That of a task's parameters.
+    pub(crate) fn of(number: u32) -> Weighting {
+        // `check` has seen that there is one.
+        Weighting::from_u32(number).unwrap_or(Weighting::All)
+    }
+
+    /// Judges a parameter.
+    #[cfg(not(target_arch = "nvptx64"))]
+    pub(crate) fn check(number: u32) -> Result<(), Violation> {
+        Weighting::from_u32(number).map(|_| ()).ok_or_else(|| format!("weighting {number} is unknown"))
+    }
+}
 
 /// Judges `logits`, `[rows, experts]`, of which rows go to `chosen`.
 #[cfg(not(target_arch = "nvptx64"))]
@@ -66,7 +102,7 @@ pub(crate) struct Chosen {
 
 /// The experts that row `row` of `logits` goes to, as many as `out` has slots. A logit that is no number is less than any other.
 #[cfg(not(target_arch = "nvptx64"))]
-pub(crate) fn choose(logits: &io::Tensor, row: usize, normalise: bool, out: &mut [Chosen]) {
+pub(crate) fn choose(logits: &io::Tensor, row: usize, weighting: Weighting, out: &mut [Chosen]) {
     let experts = logits.extent(1);
     let all = logits.slice::<f32, 2>([row, 0], experts);
     let mut found = 0;
@@ -86,9 +122,13 @@ pub(crate) fn choose(logits: &io::Tensor, row: usize, normalise: bool, out: &mut
     }
     let best = out[0].logit;
     let part = |logit: f32| (logit - best).exp();
-    let total: f32 = match normalise {
-        true => out.iter().map(|chosen| part(chosen.logit)).sum(),
-        false => all.iter().map(|logit| part(*logit)).sum(),
+    let total: f32 = match weighting {
+        Weighting::All => all.iter().map(|logit| part(*logit)).sum(),
+        Weighting::Chosen => out.iter().map(|chosen| part(chosen.logit)).sum(),
+        Weighting::Sigmoid => {
+            out.iter_mut().for_each(|chosen| chosen.weight = 1.0 / (1.0 + (-chosen.logit).exp()));
+            return;
+        }
     };
     for chosen in out {
         chosen.weight = part(chosen.logit) / total;
@@ -108,12 +148,12 @@ pub(crate) struct Route {
 /// Where `rows` rows of `logits` go, `chosen` ways each, an expert's after the other's: in this order CPU bodies add up, whatever rows there
 /// are beside one.
 #[cfg(not(target_arch = "nvptx64"))]
-pub(crate) fn routes_of(logits: &io::Tensor, rows: usize, chosen: usize, normalise: bool, out: &mut Vec<Route>) {
+pub(crate) fn routes_of(logits: &io::Tensor, rows: usize, chosen: usize, weighting: Weighting, out: &mut Vec<Route>) {
     let mut found = [Chosen::default(); MAX_CHOSEN as usize];
     let found = &mut found[..chosen];
     out.clear();
     for row in 0..rows {
-        choose(logits, row, normalise, found);
+        choose(logits, row, weighting, found);
         let slots = found.iter().enumerate();
         out.extend(slots.map(|(slot, Chosen { expert, weight, .. })| Route {
             expert: *expert,
@@ -132,7 +172,7 @@ pub(crate) struct Routed {
     pub(crate) logits: io::Tensor,
     /// Experts a row goes to.
     pub(crate) chosen: usize,
-    pub(crate) normalise: bool,
+    pub(crate) weighting: Weighting,
     /// Rows of a pass at most, elements that an expert takes of each, and elements that it makes.
     pub(crate) shape: [usize; 3],
 }
@@ -155,7 +195,7 @@ impl Routed {
         let [rows, k, n] = self.shape;
         // The products have scratch memory of their own.
         let (mut routes, mut memory) = (core::mem::take(&mut scratch.routes), core::mem::take(&mut scratch.gathered));
-        routes_of(&self.logits, call.rows(linear::slot::X), self.chosen, self.normalise, &mut routes);
+        routes_of(&self.logits, call.rows(linear::slot::X), self.chosen, self.weighting, &mut routes);
         if memory.len() < rows * (k + n) {
             memory.resize(rows * (k + n), 0.0);
         }
@@ -255,7 +295,7 @@ impl Found {
         operand: usize,
         row: u32,
         chosen: u32,
-        normalise: bool,
+        weighting: Weighting,
     ) -> Found {
         // SAFETY: the operand is there (caller).
         let experts = unsafe { call.tensor(operand) }.extent(1);
@@ -295,20 +335,24 @@ impl Found {
             block.sync();
             let best = logit(shared::load(EXPERTS));
             let mut total = 0.0;
-            if normalise {
+            if weighting == Weighting::Chosen {
                 let mut slot = 0;
                 while slot < chosen {
                     total += exp(logit(shared::load(EXPERTS + slot)) - best);
                     slot += 1;
                 }
-            } else {
+            } else if weighting == Weighting::All {
                 for at in block.mine(experts) {
                     total += exp(logit(at) - best);
                 }
                 total = block.sum(total);
             }
             for slot in block.mine(chosen) {
-                let part = exp(logit(shared::load(EXPERTS + slot)) - best) / total;
+                let logit = logit(shared::load(EXPERTS + slot));
+                let part = match weighting {
+                    Weighting::Sigmoid => 1.0 / (1.0 + exp(-logit)),
+                    Weighting::All | Weighting::Chosen => exp(logit - best) / total,
+                };
                 shared::store(WEIGHTS + slot, part.to_bits());
             }
             block.sync();

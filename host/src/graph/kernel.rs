@@ -10,6 +10,7 @@
 use super::tensor::{BufferId, BufferKind, DTensor, OpId, TensorError, TensorId, TensorTable, row_major};
 use super::threadblock::{AccessKind, BlockOp, GRID_AXES, KernelCall};
 use perpetua_device::kernels::linear::Activation;
+use perpetua_device::kernels::routing::Weighting;
 use perpetua_device::kernels::{self, MacroKernel, Numbered, Spec, Use, elementwise::Function, param_words};
 use perpetua_shared::control::Control;
 use perpetua_shared::limits::{MAX_DRAFTS, MAX_RANK};
@@ -72,6 +73,14 @@ pub enum GraphError {
         /// The rule broken.
         what: String,
     },
+    /// A tensor of a name that another has.
+    #[error("tensor {tensor}: {what}")]
+    Redeclared {
+        /// The tensor.
+        tensor: String,
+        /// What it was declared as, now and before.
+        what: String,
+    },
     /// A tensor that cannot be an output.
     #[error("output {name}: {what}")]
     Output {
@@ -105,7 +114,6 @@ pub struct KernelGraph {
     named: HashMap<String, TensorId>,
     /// The last operator that writes each buffer.
     writers: HashMap<BufferId, NodeIndex>,
-    activations: DType,
     sampling_only: bool,
     /// The tokens that the rows of a pass that verifies drafts give.
     chosen: Option<TensorId>,
@@ -150,7 +158,6 @@ impl KernelGraph {
             outputs: Vec::new(),
             named: HashMap::new(),
             writers: HashMap::new(),
-            activations: DType::F32,
             sampling_only: false,
             chosen: None,
             sequences: 1,
@@ -183,7 +190,7 @@ impl KernelGraph {
 
     /// From here on, operators belong to sequence `sequence`, or again to the whole pass. Operators of a sequence see one
     /// row, and states and token buffers declared meanwhile are the sequence's.
-    pub fn for_sequence(&mut self, sequence: Option<usize>) {
+    fn for_sequence(&mut self, sequence: Option<usize>) {
         let is_batch = self.pass == Pass::Batch;
         assert!(sequence.is_none_or(|number| is_batch && number < self.sequences), "a sequence of the batch");
         self.part = sequence.map_or(0, TaskFlags::of_sequence);
@@ -228,7 +235,7 @@ impl KernelGraph {
     fn named(&mut self, name: &str, shape: &[usize], dtype: DType, kind: BufferKind) -> Result<TensorId, GraphError> {
         if let Some(&tensor) = self.named.get(name) {
             let known = &self.table[tensor];
-            let fail = |what: String| Err(GraphError::Operator { op: name.to_owned(), what });
+            let fail = |what: String| Err(GraphError::Redeclared { tensor: name.to_owned(), what });
             if known.shape != shape || known.dtype != dtype {
                 let before = format!("{:?} {}", known.shape, known.dtype);
                 return fail(format!("declared as {shape:?} {dtype}, before as {before}"));
@@ -332,6 +339,13 @@ impl KernelGraph {
         self.view(base, first.saturating_mul(strides[0]), &[n, k], &strides)
     }
 
+    /// The matrix `base` as a stack of one, for [`KernelGraph::experts`].
+    pub fn stack_of_one(&mut self, base: TensorId) -> Result<TensorId, GraphError> {
+        let [rows, k] = self.matrix("stack", "base", base)?;
+        let [row, unit] = self.table[base].strides[..] else { unreachable!("a matrix has two dimensions") };
+        self.view(base, 0, &[1, rows, k], &[rows.saturating_mul(row), row, unit])
+    }
+
     /// A contiguous tensor seen with another shape of as many elements.
     pub fn reshape(&mut self, base: TensorId, shape: &[usize]) -> Result<TensorId, GraphError> {
         let of = self.tensor("reshape", base)?;
@@ -375,7 +389,7 @@ impl KernelGraph {
     pub fn embedding(&mut self, name: &str, tokens: TensorId, args: EmbeddingArgs) -> Result<TensorId, GraphError> {
         let rows = self.rows.unwrap_or(1) as usize;
         let [_, hidden] = self.matrix(name, "table", args.table)?;
-        let y = self.intermediate(name, &[rows, hidden], self.activations)?;
+        let y = self.intermediate(name, &[rows, hidden], DType::F32)?;
         self.embedding_into(name, tokens, args, y)?;
         Ok(y)
     }
@@ -411,7 +425,7 @@ impl KernelGraph {
         max_context: usize,
     ) -> Result<TensorId, GraphError> {
         let [_, hidden] = self.matrix(name, "table", table)?;
-        let y = self.intermediate(name, &[self.sequences, hidden], self.activations)?;
+        let y = self.intermediate(name, &[self.sequences, hidden], DType::F32)?;
         self.each_sequence(|graph, sequence| {
             let tokens = graph.tokens(max_context)?;
             let row = graph.row(y, sequence, &[1, hidden])?;
@@ -422,7 +436,7 @@ impl KernelGraph {
     }
 
     /// Calls `each` for every sequence of a batch, with operators belonging to it.
-    pub fn each_sequence(
+    fn each_sequence(
         &mut self,
         mut each: impl FnMut(&mut KernelGraph, usize) -> Result<(), GraphError>,
     ) -> Result<(), GraphError> {
@@ -469,7 +483,7 @@ impl KernelGraph {
         residual: Option<TensorId>,
     ) -> Result<TensorId, GraphError> {
         let [rows, hidden] = self.matrix(name, "x", x)?;
-        let y = self.intermediate(name, &[rows, hidden], self.activations)?;
+        let y = self.intermediate(name, &[rows, hidden], DType::F32)?;
         let rows_axis = axis(rows, AxisRole::Rows, [Some(0), None, Some(0), Some(0), None, Some(0), Some(0)]);
         let params = kernels::rms_norm::Params { eps };
         self.add::<kernels::RmsNorm>(
@@ -491,7 +505,7 @@ impl KernelGraph {
         eps: f32,
     ) -> Result<TensorId, GraphError> {
         let [rows, hidden] = self.matrix(name, "x", x)?;
-        let y = self.intermediate(name, &[rows, hidden], self.activations)?;
+        let y = self.intermediate(name, &[rows, hidden], DType::F32)?;
         let rows_axis = axis(rows, AxisRole::Rows, [Some(0), Some(0), None, None, Some(0)]);
         let params = kernels::layer_norm::Params { eps };
         self.add::<kernels::LayerNorm>(
@@ -515,7 +529,7 @@ impl KernelGraph {
     ) -> Result<TensorId, GraphError> {
         let [rows, _] = self.matrix(name, "x", x)?;
         let [n, _] = self.matrix(name, "w", w)?;
-        let y = self.intermediate(name, &[rows, n], self.activations)?;
+        let y = self.intermediate(name, &[rows, n], DType::F32)?;
         let columns =
             axis(n, AxisRole::Columns, [None, Some(0), Some(0), Some(1), Some(1), None, None, None, None, None]);
         let params =
@@ -540,7 +554,7 @@ impl KernelGraph {
     ) -> Result<TensorId, GraphError> {
         let [rows, _] = self.matrix(name, "x", x)?;
         let [n, _] = self.matrix(name, "gate", gate)?;
-        let y = self.intermediate(name, &[rows, n], self.activations)?;
+        let y = self.intermediate(name, &[rows, n], DType::F32)?;
         let columns = axis(n, AxisRole::Columns, [None, Some(0), Some(0), Some(0), Some(0), Some(1), None]);
         let params = kernels::gated_linear::Params { activation: activation as u32, ..Default::default() };
         let [gate_bias, up_bias] = biases.map_or([None; 2], |b| b.map(Some));
@@ -557,17 +571,17 @@ impl KernelGraph {
     /// (activation(x . gate^T) * (x . up^T)) . down^T. gate, up: `[experts, n, k]`; down: `[experts, k, n]`. See
     /// [`kernels::routing`].
     pub fn experts(&mut self, name: &str, x: TensorId, args: ExpertArgs) -> Result<TensorId, GraphError> {
-        let ExpertArgs { logits, gate, up, down, residual, chosen, normalise, activation } = args;
+        let ExpertArgs { logits, gate, up, down, residual, chosen, weighting, activation } = args;
         let [rows, k] = self.matrix(name, "x", x)?;
         let [_, n, _] = self.dims_of(name, "gate", gate)?;
-        let made = self.intermediate(&format!("{name}.up"), &[rows, chosen, n], self.activations)?;
+        let made = self.intermediate(&format!("{name}.up"), &[rows, chosen, n], DType::F32)?;
         let columns = axis(n, AxisRole::Columns, [None, None, Some(1), Some(1), Some(2), None]);
-        let (activation, normalise) = (activation as u32, u32::from(normalise));
-        let params = kernels::experts_up::Params { activation, order: 0, eps: 0.0, normalise };
+        let (activation, weighting) = (activation as u32, weighting as u32);
+        let params = kernels::experts_up::Params { activation, order: 0, eps: 0.0, weighting };
         let slots = vec![Some(x), Some(logits), Some(gate), Some(up), Some(made), None];
         self.add::<kernels::ExpertsUp>(&format!("{name}.up"), &params, slots, vec![columns])?;
 
-        let y = self.intermediate(&format!("{name}.down"), &[rows, k], self.activations)?;
+        let y = self.intermediate(&format!("{name}.down"), &[rows, k], DType::F32)?;
         let columns = axis(k, AxisRole::Columns, [None, None, Some(1), Some(1), Some(1)]);
         let params = kernels::experts_down::Params { order: 0 };
         let slots = vec![Some(made), Some(logits), Some(down), residual, Some(y)];
@@ -607,7 +621,7 @@ impl KernelGraph {
         mask: Mask,
     ) -> Result<TensorId, GraphError> {
         let [rows, n_kv, group, d] = self.dims_of(name, "q", q)?;
-        let flat = self.intermediate(name, &[rows, n_kv * group * d], self.activations)?;
+        let flat = self.intermediate(name, &[rows, n_kv * group * d], DType::F32)?;
         let y = self.reshape(flat, &[rows, n_kv, group, d])?;
         self.attention_into(name, q, [k, v], y, scale, mask)?;
         Ok(flat)
@@ -644,8 +658,7 @@ impl KernelGraph {
         mut cache: impl FnMut(&mut KernelGraph) -> Result<[TensorId; 2], GraphError>,
     ) -> Result<TensorId, GraphError> {
         let [_, n_kv, group, d] = self.dims_of(name, "q", args.q)?;
-        let flat =
-            self.intermediate(&format!("{name}.attention"), &[self.sequences, n_kv * group * d], self.activations)?;
+        let flat = self.intermediate(&format!("{name}.attention"), &[self.sequences, n_kv * group * d], DType::F32)?;
         self.each_sequence(|graph, sequence| {
             let row = [1, n_kv, group, d];
             let q = graph.row(args.q, sequence, &row)?;
@@ -669,7 +682,7 @@ impl KernelGraph {
         b: Option<TensorId>,
     ) -> Result<TensorId, GraphError> {
         let [rows, n] = self.matrix(name, "a", a)?;
-        let y = self.intermediate(name, &[rows, n], self.activations)?;
+        let y = self.intermediate(name, &[rows, n], DType::F32)?;
         let rows_axis = axis(rows, AxisRole::Rows, [Some(0); 3]);
         let columns = axis(n, AxisRole::Columns, [Some(1); 3]);
         let params = kernels::elementwise::Params { function: function as u32, activation: activation as u32 };
@@ -685,7 +698,7 @@ impl KernelGraph {
     /// The pass's last row, `[1, hidden]`.
     pub fn select_row(&mut self, name: &str, x: TensorId) -> Result<TensorId, GraphError> {
         let [_, hidden] = self.matrix(name, "x", x)?;
-        let y = self.intermediate(name, &[1, hidden], self.activations)?;
+        let y = self.intermediate(name, &[1, hidden], DType::F32)?;
         self.add::<kernels::SelectRow>(name, &kernels::select_row::Params {}, vec![Some(x), Some(y)], Vec::new())?;
         Ok(y)
     }
@@ -1001,8 +1014,8 @@ pub struct ExpertArgs {
     pub residual: Option<TensorId>,
     /// Experts that a row goes to.
     pub chosen: usize,
-    /// Whether an expert counts with its part of the softmax over those chosen, not over all.
-    pub normalise: bool,
+    /// How much an expert counts.
+    pub weighting: Weighting,
     /// Of the gate.
     pub activation: Activation,
 }

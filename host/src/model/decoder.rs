@@ -3,17 +3,18 @@
 //! Dimension words, the same in every file: `rows` (tokens of a pass), `hidden`, `heads` (query heads), `kv_heads`,
 //! `group` = heads / kv_heads, `head_dim`, `context` (positions of the KV cache), `vocab`.
 
-use super::config::{Activation as ConfigActivation, DecoderConfig, Experts, Norms, QkNorm, Rope};
+use super::config::{Activation as ConfigActivation, DecoderConfig, Experts, Norms, QkNorm, Rope, SharedExpert};
 use super::embedding;
 use super::error::ModelError;
 use super::factors;
-use super::layout::{ExpertNames, norm_role};
+use super::layout::{ExpertNames, MlpNames, norm_role};
 use super::quantize::Quantized;
 use super::sentence::SentenceConfig;
 use super::weights::Weights;
 use crate::graph::kernel::{EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, Mask, Pass, RopeArgs};
 use crate::graph::tensor::TensorId;
 use perpetua_device::kernels::linear::Activation;
+use perpetua_device::kernels::routing::Weighting;
 use perpetua_shared::DType;
 use std::collections::HashMap;
 
@@ -265,16 +266,16 @@ impl<'a> Decoder<'a> {
     fn matrices<const N: usize>(
         &mut self,
         parts: [(&str, usize); N],
-        fused: &str,
+        fused: Option<&str>,
         inner: usize,
     ) -> Result<[TensorId; N], BuildError> {
         let mut matrices = [TensorId(0); N];
-        if !self.config.architecture.is_fused() {
+        let Some(fused) = fused else {
             for (matrix, (name, rows)) in matrices.iter_mut().zip(parts) {
                 *matrix = self.weight(&format!("{name}.weight"), &[rows, inner])?;
             }
             return Ok(matrices);
-        }
+        };
         let all = self.weight(&format!("{fused}.weight"), &[parts.iter().map(|(_, rows)| rows).sum(), inner])?;
         let mut first = 0;
         for (matrix, (_, rows)) in matrices.iter_mut().zip(parts) {
@@ -290,8 +291,9 @@ impl<'a> Decoder<'a> {
         let names = ["q", "k", "v", "qkv"].map(|which| format!("model.layers.{layer}.self_attn.{which}_proj"));
         let [q, k, v, qkv] = names.each_ref().map(String::as_str);
         let kv_dim = n_kv_heads * head_dim;
+        let fused = self.config.architecture.is_fused().then_some(qkv);
         let [of_q, of_k, of_v] =
-            self.matrices([(q, n_heads * head_dim), (k, kv_dim), (v, kv_dim)], qkv, hidden_size)?;
+            self.matrices([(q, n_heads * head_dim), (k, kv_dim), (v, kv_dim)], fused, hidden_size)?;
         Ok(Projected {
             q: self.linear_with(of_q, q, x, has_bias, None)?,
             k: self.linear_with(of_k, k, x, has_bias, None)?,
@@ -366,20 +368,39 @@ impl<'a> Decoder<'a> {
 
     /// (x +) what the layer's MLP makes of h: the one there is, or of [several](Decoder::experts) those that each row goes to.
     pub fn mlp(&mut self, layer: usize, h: TensorId, x: Option<TensorId>) -> Result<TensorId, BuildError> {
-        match self.config.experts_of(layer) {
-            Some(experts) => self.experts(layer, experts, h, x),
-            None => self.dense_mlp(layer, h, x),
-        }
+        let DecoderConfig { architecture, intermediate_size, .. } = *self.config;
+        let Some(experts) = self.config.experts_of(layer) else {
+            return self.dense_mlp(layer, &MlpNames::of(architecture), intermediate_size, h, x);
+        };
+        let x = match experts.shared {
+            None => x,
+            Some(SharedExpert { intermediate_size, is_weighed: false }) => {
+                Some(self.dense_mlp(layer, &MlpNames::shared(architecture), intermediate_size, h, x)?)
+            }
+            Some(SharedExpert { intermediate_size, is_weighed: true }) => {
+                Some(self.weighed_mlp(layer, intermediate_size, h, x)?)
+            }
+        };
+        self.experts(layer, experts, h, x)
     }
 
-    /// (x +) (act(h . gate^T) * (h . up^T)) . down^T.
-    fn dense_mlp(&mut self, layer: usize, h: TensorId, x: Option<TensorId>) -> Result<TensorId, BuildError> {
-        let DecoderConfig { hidden_size, intermediate_size, mlp_bias, .. } = *self.config;
+    /// (x +) (act(h . gate^T) * (h . up^T)) . down^T, the matrices called `names`.
+    fn dense_mlp(
+        &mut self,
+        layer: usize,
+        names: &MlpNames,
+        intermediate_size: usize,
+        h: TensorId,
+        x: Option<TensorId>,
+    ) -> Result<TensorId, BuildError> {
+        let DecoderConfig { hidden_size, mlp_bias, .. } = *self.config;
         let activation = self.activation();
-        let prefix = format!("model.layers.{layer}.mlp");
-        let names = ["gate", "up", "gate_up"].map(|which| format!("{prefix}.{which}_proj"));
-        let [gate, up, fused] = names.each_ref().map(String::as_str);
-        let matrices = self.matrices([(gate, intermediate_size), (up, intermediate_size)], fused, hidden_size)?;
+        let of_layer = |name| format!("model.layers.{layer}.{name}");
+        let (prefix, fused) = (of_layer(names.prefix()), names.fused.map(of_layer));
+        let [gate, up, down] = names.parts.map(of_layer);
+        let [gate, up] = [gate.as_str(), &up];
+        let matrices =
+            self.matrices([(gate, intermediate_size), (up, intermediate_size)], fused.as_deref(), hidden_size)?;
         let biases = match mlp_bias {
             true => Some([
                 self.weight(&format!("{gate}.bias"), &[intermediate_size])?,
@@ -388,7 +409,32 @@ impl<'a> Decoder<'a> {
             false => None,
         };
         let gated = self.graph.gated_linear(&format!("{prefix}.gate_up"), h, matrices, biases, activation)?;
-        self.linear(&format!("{prefix}.down_proj"), gated, [hidden_size, intermediate_size], mlp_bias, x)
+        self.linear(&down, gated, [hidden_size, intermediate_size], mlp_bias, x)
+    }
+
+    /// (x +) sigmoid(h . weigher^T) * what an MLP that all rows go to makes of h: a mixture of one, so that the first of its products multiplies.
+    fn weighed_mlp(
+        &mut self,
+        layer: usize,
+        intermediate_size: usize,
+        h: TensorId,
+        residual: Option<TensorId>,
+    ) -> Result<TensorId, BuildError> {
+        let DecoderConfig { architecture, hidden_size, .. } = *self.config;
+        let names = MlpNames::shared(architecture);
+        let of_layer = |name| format!("model.layers.{layer}.{name}");
+        let logits = self.linear(&of_layer(MlpNames::WEIGHED_BY), h, [1, hidden_size], false, None)?;
+        let [gate, up, down] = names.parts.map(|name| format!("{}.weight", of_layer(name)));
+        let mut stack = |name: &str, [rows, columns]: [usize; 2]| -> Result<TensorId, BuildError> {
+            let matrix = self.weight(name, &[rows, columns])?;
+            Ok(self.graph.stack_of_one(matrix)?)
+        };
+        let opens = [intermediate_size, hidden_size];
+        let (gate, up, down) =
+            (stack(&gate, opens)?, stack(&up, opens)?, stack(&down, [hidden_size, intermediate_size])?);
+        let (weighting, activation) = (Weighting::Sigmoid, self.activation());
+        let args = ExpertArgs { logits, gate, up, down, residual, chosen: 1, weighting, activation };
+        Ok(self.graph.experts(&of_layer(names.prefix()), h, args)?)
     }
 
     /// What stands between an MLP's products.
@@ -430,7 +476,8 @@ impl<'a> Decoder<'a> {
         let opens = [intermediate_size, hidden_size];
         let (gate, up, down) = (stack(0, opens)?, stack(1, opens)?, stack(2, [hidden_size, intermediate_size])?);
         let activation = self.activation();
-        let args = ExpertArgs { logits, gate, up, down, residual: x, chosen, normalise, activation };
+        let weighting = if normalise { Weighting::Chosen } else { Weighting::All };
+        let args = ExpertArgs { logits, gate, up, down, residual: x, chosen, weighting, activation };
         Ok(self.graph.experts(&format!("{prefix}.experts"), h, args)?)
     }
 

@@ -4,7 +4,9 @@
 
 use std::collections::HashMap;
 
-use super::config::{Architecture, BertConfig, DecoderConfig, Experts, ModelConfig, ModernBertConfig, Norms, QkNorm};
+use super::config::{
+    Architecture, BertConfig, DecoderConfig, Experts, ModelConfig, ModernBertConfig, Norms, QkNorm, SharedExpert,
+};
 
 /// What a tensor is used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -24,7 +26,7 @@ pub enum Role {
     NormLessOne,
     /// The factors of the norm before the head, of a network that divides its logits: it reads each divided by that number.
     DividedNorm,
-    /// `[experts, hidden]`: the matrix whose products say to which experts a row goes.
+    /// `[experts, hidden]`: the matrix whose products say to which experts a row goes, or how much one counts.
     Router,
 }
 
@@ -89,12 +91,20 @@ pub fn is_spare(config: &ModelConfig, name: &str) -> bool {
     match config {
         // A head that is the embeddings once more; older versions of transformers saved what they computed from the configuration.
         ModelConfig::Decoder(config) => {
-            // What sees, in a model of which the half that reads is taken.
-            let sees = |part: &str| name.strip_prefix("model.").unwrap_or(name).starts_with(part);
+            // What sees or hears, in a model of which the half that reads is taken.
+            const OTHER_HALVES: [&str; 7] = [
+                "vision_tower.",
+                "vision_model.",
+                "visual.",
+                "audio_tower.",
+                "multi_modal_projector.",
+                "connector.",
+                "image_newline",
+            ];
+            let part = name.strip_prefix("model.").unwrap_or(name);
             config.tie_word_embeddings && ["lm_head.weight", "language_model.lm_head.weight"].contains(&name)
                 || name.ends_with(".rotary_emb.inv_freq")
-                || config.architecture == Architecture::Gemma3
-                    && (sees("vision_tower.") || sees("multi_modal_projector."))
+                || OTHER_HALVES.iter().any(|other| part.starts_with(other))
         }
         // Positions counted from 0, and what stands on top of the encoder.
         ModelConfig::Bert(_) => {
@@ -105,6 +115,62 @@ pub fn is_spare(config: &ModelConfig, name: &str) -> bool {
                     .any(|head| name.starts_with(head))
         }
         ModelConfig::ModernBert(_) => ["head.", "decoder.", "classifier."].iter().any(|head| name.starts_with(head)),
+    }
+}
+
+/// What the matrices of an MLP are called, in a layer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MlpNames {
+    /// Gate, up and down.
+    pub(crate) parts: [&'static str; 3],
+    /// What checkpoints have in the place of gate and up: `[2 * intermediate, hidden]`, the gate's rows first.
+    pub(crate) fused: Option<&'static str>,
+}
+
+impl MlpNames {
+    const GRANITE: MlpNames = MlpNames {
+        parts: ["shared_mlp.gate_proj", "shared_mlp.up_proj", "shared_mlp.output_linear"],
+        fused: Some("shared_mlp.input_linear"),
+    };
+
+    /// Those of the one MLP of a layer of `architecture`.
+    pub(crate) fn of(architecture: Architecture) -> MlpNames {
+        let usual = MlpNames { parts: ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"], fused: None };
+        match architecture {
+            Architecture::Phi3 => MlpNames { fused: Some("mlp.gate_up_proj"), ..usual },
+            Architecture::GraniteMoeHybrid => MlpNames::GRANITE,
+            _ => usual,
+        }
+    }
+
+    /// Those of the MLP beside experts that all rows go to.
+    pub(crate) fn shared(architecture: Architecture) -> MlpNames {
+        match architecture {
+            Architecture::GraniteMoeShared | Architecture::GraniteMoeHybrid => MlpNames::GRANITE,
+            _ => MlpNames {
+                parts: ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj"],
+                fused: None,
+            },
+        }
+    }
+
+    /// The matrix `[1, hidden]` whose product says how much a shared expert counts.
+    pub(crate) const WEIGHED_BY: &'static str = "mlp.shared_expert_gate";
+
+    /// What all their names begin with.
+    pub(crate) fn prefix(&self) -> &'static str {
+        self.parts[0].strip_suffix(".gate_proj").unwrap_or(self.parts[0])
+    }
+
+    /// The matrices of an MLP of `intermediate` elements between rows of `hidden`: their names, their rows and their columns.
+    fn matrices(&self, hidden: usize, intermediate: usize) -> Vec<(&'static str, usize, usize)> {
+        let [gate, up, down] = self.parts;
+        let mut matrices = match self.fused {
+            Some(fused) => vec![(fused, 2 * intermediate, hidden)],
+            None => vec![(gate, intermediate, hidden), (up, intermediate, hidden)],
+        };
+        matrices.push((down, hidden, intermediate));
+        matrices
     }
 }
 
@@ -176,7 +242,7 @@ impl ExpertNames {
         let usual = ["gate_proj", "up_proj", "down_proj"];
         let (router, experts, parts, stacks) = match architecture {
             Architecture::Mixtral => ("block_sparse_moe.gate", "block_sparse_moe.experts", ["w1", "w3", "w2"], None),
-            Architecture::GraniteMoe => {
+            Architecture::GraniteMoe | Architecture::GraniteMoeShared | Architecture::GraniteMoeHybrid => {
                 let stacks = ["block_sparse_moe.input_linear", "block_sparse_moe.output_linear"];
                 ("block_sparse_moe.router.layer", "block_sparse_moe.experts", usual, Some(stacks))
             }
@@ -210,23 +276,27 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
             false => &[("self_attn.q_proj", q_dim), ("self_attn.k_proj", kv_dim), ("self_attn.v_proj", kv_dim)],
         };
         let projections = projections.iter().map(|(name, out)| (*name, *out, c.hidden_size, c.attention_bias));
-        let opens: &[_] = match (experts, c.architecture.is_fused()) {
-            (Some(_), _) => &[],
-            (None, true) => &[("mlp.gate_up_proj", 2 * c.intermediate_size)],
-            (None, false) => &[("mlp.gate_proj", c.intermediate_size), ("mlp.up_proj", c.intermediate_size)],
-        };
-        let opens = opens.iter().map(|(name, out)| (*name, *out, c.hidden_size, c.mlp_bias));
         let output = ("self_attn.o_proj", c.hidden_size, q_dim, c.output_bias);
-        let down = experts.is_none().then_some(("mlp.down_proj", c.hidden_size, c.intermediate_size, c.mlp_bias));
-        for (part, out, inner, bias) in projections.chain([output]).chain(opens).chain(down) {
+        let mlp = match experts {
+            None => MlpNames::of(c.architecture).matrices(c.hidden_size, c.intermediate_size),
+            Some(Experts { shared: Some(shared), .. }) => {
+                MlpNames::shared(c.architecture).matrices(c.hidden_size, shared.intermediate_size)
+            }
+            Some(_) => Vec::new(),
+        };
+        let mlp = mlp.into_iter().map(|(name, out, inner)| (name, out, inner, c.mlp_bias));
+        for (part, out, inner, bias) in projections.chain([output]).chain(mlp) {
             add(format!("{layer}.{part}.weight"), vec![out, inner], Role::Linear);
             if bias {
                 add(format!("{layer}.{part}.bias"), vec![out], Role::Bias);
             }
         }
-        if let Some(Experts { n, intermediate_size, .. }) = experts {
+        if let Some(Experts { n, intermediate_size, shared, .. }) = experts {
             let names = ExpertNames::of(c.architecture);
             add(format!("{layer}.{}.weight", names.router), vec![*n, c.hidden_size], Role::Router);
+            if shared.is_some_and(|SharedExpert { is_weighed, .. }| is_weighed) {
+                add(format!("{layer}.{}.weight", MlpNames::WEIGHED_BY), vec![1, c.hidden_size], Role::Router);
+            }
             let (up, down) = (vec![*intermediate_size, c.hidden_size], vec![c.hidden_size, *intermediate_size]);
             for number in 0..*n {
                 for (part, shape) in [&up, &up, &down].into_iter().enumerate() {

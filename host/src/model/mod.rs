@@ -7,7 +7,8 @@
 //! Laws:
 //! - Whatever a folder holds, it is read or refused with one line that names file, key, value and expectation; never a
 //!   panic. What would change the result and is not done is refused, never ignored.
-//! - Opening is cheap: tokenizer, chat template and weights are read when first asked for, once, and weights are mapped, not copied.
+//! - Opening is cheap: tokenizer, chat template and weights are read when first asked for, once, and weights are mapped, not copied. (A head that is said to be the
+//!   embedding table is compared with it, where the files have both.)
 
 mod declared;
 mod embedding;

@@ -11,6 +11,7 @@
 //!   stops it, what was written is removed.
 //! - Memory use does not grow with the model.
 
+use crate::random::split_mix;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::ops::ControlFlow;
@@ -64,7 +65,7 @@ pub struct SynthSummary {
 }
 
 /// Names of all presets, those of encoders last.
-pub const PRESETS: [&str; 55] = [
+pub const PRESETS: [&str; 64] = [
     "qwen3-110m",
     "qwen3-0.6b",
     "qwen3-1.7b",
@@ -74,11 +75,13 @@ pub const PRESETS: [&str; 55] = [
     "qwen3-32b",
     "qwen3-30b-a3b",
     "qwen2.5-0.5b",
+    "qwen1.5-moe-a2.7b",
     "llama-3.2-1b",
     "llama-3.2-3b",
     "llama-3.1-8b",
     "mistral-7b",
     "mistral-small-24b",
+    "ministral-3-8b",
     "mixtral-8x7b",
     "gemma-3-270m",
     "gemma-3-1b",
@@ -88,6 +91,8 @@ pub const PRESETS: [&str; 55] = [
     "smollm3-3b",
     "granite-3.3-2b",
     "granite-3.1-1b-a400m",
+    "granite-4.0-micro",
+    "seed-oss-36b",
     "olmoe-1b-7b",
     "phi-3-mini",
     "phi-4",
@@ -99,13 +104,18 @@ pub const PRESETS: [&str; 55] = [
     "tiny-qwen3",
     "tiny-qwen3-moe",
     "tiny-qwen2",
+    "tiny-qwen2-moe",
     "tiny-llama",
     "tiny-mistral",
+    "tiny-ministral3",
     "tiny-mixtral",
     "tiny-gemma3",
     "tiny-smollm3",
     "tiny-granite",
     "tiny-granitemoe",
+    "tiny-granitemoeshared",
+    "tiny-granite4",
+    "tiny-seed-oss",
     "tiny-olmoe",
     "tiny-phi3",
     "tiny-olmo2",
@@ -145,19 +155,25 @@ struct Sizes {
     llama3_factor: Option<f64>,
     /// Experts of a layer, to how many of them a row goes, and elements between the linear layers of each, where there are some.
     experts: Option<[usize; 3]>,
+    /// Elements between the linear layers of the MLP beside them that all rows go to, where there is one.
+    shared: Option<usize>,
 }
 
 impl Sizes {
     const fn with_experts(self, n: usize, chosen: usize, intermediate: usize) -> Sizes {
         Sizes { experts: Some([n, chosen, intermediate]), ..self }
     }
+
+    const fn with_shared(self, intermediate: usize) -> Sizes {
+        Sizes { shared: Some(intermediate), ..self }
+    }
 }
 
 /// The config.json of a preset.
 pub fn preset_config(name: &str) -> Result<Value, ModelError> {
     use Architecture::{
-        Exaone4, Gemma3, Granite, GraniteMoe, Llama, Mistral, Mixtral, Olmo2, Olmo3, Olmoe, Phi3, Qwen2, Qwen3,
-        Qwen3Moe, SmolLm3,
+        Exaone4, Gemma3, Granite, GraniteMoe, GraniteMoeHybrid, GraniteMoeShared, Llama, Ministral3, Mistral, Mixtral,
+        Olmo2, Olmo3, Olmoe, Phi3, Qwen2, Qwen2Moe, Qwen3, Qwen3Moe, SeedOss, SmolLm3,
     };
     const QWEN_VOCAB: usize = 151_936;
     const LLAMA_VOCAB: usize = 128_256;
@@ -177,11 +193,14 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         ("qwen3-30b-a3b",     Qwen3Moe, sizes(QWEN_VOCAB, 2048, 6144,  48, (32, 4), 128, false,  40_960, 1e6, None)
             .with_experts(128, 8, 768)),
         ("qwen2.5-0.5b",      Qwen2,   sizes(QWEN_VOCAB,  896,  4864,  24, (14, 2),  64, true,   32_768, 1e6, None)),
+        ("qwen1.5-moe-a2.7b", Qwen2Moe, sizes(QWEN_VOCAB, 2048, 5632,  24, (16, 16), 128, false,  8_192, 1e6, None)
+            .with_experts(60, 4, 1408).with_shared(5632)),
         ("llama-3.2-1b",      Llama,   sizes(LLAMA_VOCAB, 2048, 8192,  16, (32, 8),  64, true,  131_072, 5e5, Some(32.0))),
         ("llama-3.2-3b",      Llama,   sizes(LLAMA_VOCAB, 3072, 8192,  28, (24, 8), 128, true,  131_072, 5e5, Some(32.0))),
         ("llama-3.1-8b",      Llama,   sizes(LLAMA_VOCAB, 4096, 14336, 32, (32, 8), 128, false, 131_072, 5e5, Some(8.0))),
         ("mistral-7b",        Mistral, sizes(32_768,      4096, 14336, 32, (32, 8), 128, false,  32_768, 1e6, None)),
         ("mistral-small-24b", Mistral, sizes(131_072,     5120, 32768, 40, (32, 8), 128, false,  32_768, 1e8, None)),
+        ("ministral-3-8b",    Ministral3, sizes(131_072,  4096, 14336, 34, (32, 8), 128, false, 262_144, 1e6, None)),
         ("mixtral-8x7b",      Mixtral, sizes(32_000,      4096, 14336, 32, (32, 8), 128, false,  32_768, 1e6, None)
             .with_experts(8, 2, 14336)),
         ("gemma-3-270m",      Gemma3,  sizes(GEMMA_VOCAB,   640,  2048, 18, (4, 1),  256, true,   32_768, 1e6, None)),
@@ -193,6 +212,9 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         ("granite-3.3-2b",    Granite, sizes(49_159,      2048, 8192,  40, (32, 8),  64, true,  131_072, 1e7, None)),
         ("granite-3.1-1b-a400m", GraniteMoe, sizes(49_155, 1024, 512,  24, (16, 8),  64, true,  131_072, 1.5e6, None)
             .with_experts(32, 8, 512)),
+        ("granite-4.0-micro", GraniteMoeHybrid, sizes(100_352, 2560, 8192, 40, (40, 8), 64, true, 131_072, 1e7, None)
+            .with_shared(8192)),
+        ("seed-oss-36b",      SeedOss, sizes(155_136,     5120, 27648, 64, (80, 8), 128, false, 524_288, 1e7, None)),
         ("olmoe-1b-7b",       Olmoe,   sizes(50_304,      2048, 1024,  16, (16, 16), 128, false,  4_096, 1e4, None)
             .with_experts(64, 8, 1024)),
         ("phi-3-mini",        Phi3,    sizes(32_064,      3072, 8192,  32, (32, 32), 96, false,   4_096, 1e4, None)),
@@ -206,8 +228,11 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         ("tiny-qwen3-moe",    Qwen3Moe, sizes(1024,       128,  256,    3, (4, 2),   32, true,    4_096, 1e6, None)
             .with_experts(8, 3, 64)),
         ("tiny-qwen2",        Qwen2,   sizes(1024,        192,  512,    2, (6, 2),   32, true,    4_096, 1e4, None)),
+        ("tiny-qwen2-moe",    Qwen2Moe, sizes(1024,        96,  208,    3, (6, 2),   16, false,   4_096, 1e4, None)
+            .with_experts(6, 2, 48).with_shared(80)),
         ("tiny-llama",        Llama,   sizes(1024,        256,  640,    2, (8, 2),   32, false,   8_192, 5e5, Some(8.0))),
         ("tiny-mistral",      Mistral, sizes(1024,        128,  384,    2, (4, 2),   32, false,   4_096, 1e4, None)),
+        ("tiny-ministral3",   Ministral3, sizes(1024,      96,  208,    2, (4, 2),   32, false,   4_096, 1e4, None)),
         ("tiny-mixtral",      Mixtral, sizes(1024,         96,   80,    2, (6, 2),   16, false,   4_096, 1e6, None)
             .with_experts(4, 2, 80)),
         ("tiny-gemma3",       Gemma3,  sizes(1024,         96,  208,    3, (4, 2),   40, true,    4_096, 1e6, None)),
@@ -215,6 +240,11 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         ("tiny-granite",      Granite, sizes(1024,         96,  208,    2, (6, 2),   16, true,    4_096, 1e4, None)),
         ("tiny-granitemoe",   GraniteMoe, sizes(1024,      96,   80,    2, (6, 2),   16, true,    4_096, 1e4, None)
             .with_experts(8, 3, 80)),
+        ("tiny-granitemoeshared", GraniteMoeShared, sizes(1024, 96, 80, 2, (6, 2),   16, true,    4_096, 1e4, None)
+            .with_experts(8, 3, 80).with_shared(48)),
+        ("tiny-granite4",     GraniteMoeHybrid, sizes(1024, 96,  208,   2, (6, 2),   16, true,    4_096, 1e4, None)
+            .with_shared(208)),
+        ("tiny-seed-oss",     SeedOss, sizes(1024,         96,  208,    2, (4, 2),   32, false,   4_096, 1e4, None)),
         ("tiny-olmoe",        Olmoe,   sizes(1024,         96,   80,    2, (4, 2),   24, false,   4_096, 1e4, None)
             .with_experts(8, 3, 80)),
         ("tiny-phi3",         Phi3,    sizes(1024,         128,  208,    2, (4, 2),   32, false,      64, 1e4, None)),
@@ -273,7 +303,20 @@ const fn sizes(
     theta: f64,
     llama3_factor: Option<f64>,
 ) -> Sizes {
-    Sizes { vocab, hidden, intermediate, layers, heads, head_dim, tied, context, theta, llama3_factor, experts: None }
+    Sizes {
+        vocab,
+        hidden,
+        intermediate,
+        layers,
+        heads,
+        head_dim,
+        tied,
+        context,
+        theta,
+        llama3_factor,
+        experts: None,
+        shared: None,
+    }
 }
 
 fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
@@ -284,9 +327,12 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             "original_max_position_embeddings": 8192.min(s.context / 8), "rope_theta": s.theta, "rope_type": "llama3",
         });
     }
-    use Architecture::{Exaone4, Granite, Llama, Mistral, Mixtral, Olmoe, Phi3};
-    let eps =
-        if matches!(architecture, Llama | Mistral | Mixtral | Granite | Olmoe | Phi3 | Exaone4) { 1e-5 } else { 1e-6 };
+    use Architecture::{Exaone4, Granite, GraniteMoeHybrid, Llama, Ministral3, Mistral, Mixtral, Olmoe, Phi3};
+    let has_larger_eps = matches!(
+        architecture,
+        Llama | Mistral | Ministral3 | Mixtral | Granite | GraniteMoeHybrid | Olmoe | Phi3 | Exaone4
+    );
+    let eps = if has_larger_eps { 1e-5 } else { 1e-6 };
     let mut config = json!({
         "architectures": [architecture.class_name()],
         "attention_bias": false,
@@ -312,8 +358,11 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
     });
     // Each family's own keys, present in its files and in no other's.
     match (architecture, &mut config) {
-        (Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Qwen3Moe, Value::Object(map)) => {
-            if architecture == Architecture::Qwen2 {
+        (
+            Architecture::Qwen2 | Architecture::Qwen2Moe | Architecture::Qwen3 | Architecture::Qwen3Moe,
+            Value::Object(map),
+        ) => {
+            if matches!(architecture, Architecture::Qwen2 | Architecture::Qwen2Moe) {
                 map.shift_remove("attention_bias");
                 map.shift_remove("head_dim");
             }
@@ -328,6 +377,20 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
         (Architecture::Mixtral, Value::Object(map)) => {
             map.shift_remove("attention_bias");
             map.insert("sliding_window".into(), Value::Null);
+        }
+        (Architecture::Ministral3, Value::Object(map)) => {
+            map.shift_remove("attention_bias");
+            map.insert("sliding_window".into(), Value::Null);
+            let rope = json!({
+                "beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": s.context / 16, "rope_theta": s.theta, "rope_type": "yarn",
+            });
+            map.insert("rope_parameters".into(), rope);
+        }
+        (Architecture::SeedOss, Value::Object(map)) => {
+            map.insert("attention_bias".into(), true.into());
+            map.insert("attention_out_bias".into(), false.into());
+            map.insert("mlp_bias".into(), false.into());
         }
         (Architecture::Gemma3, Value::Object(map)) => {
             map.shift_remove("hidden_act");
@@ -353,15 +416,30 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             map.insert("no_rope_layer_interval".into(), if s.hidden < 1000 { 2.into() } else { 4.into() });
             map.insert("use_sliding_window".into(), false.into());
         }
-        (Architecture::Granite | Architecture::GraniteMoe, Value::Object(map)) => {
-            let is_mixture = architecture == Architecture::GraniteMoe;
+        (
+            Architecture::Granite
+            | Architecture::GraniteMoe
+            | Architecture::GraniteMoeShared
+            | Architecture::GraniteMoeHybrid,
+            Value::Object(map),
+        ) => {
             map.shift_remove("head_dim");
-            if !is_mixture {
+            let logits_scaling = match architecture {
+                Architecture::Granite => 8.0,
+                Architecture::GraniteMoeHybrid => 10.0,
+                _ => 6.0,
+            };
+            if architecture == Architecture::Granite {
                 map.insert("mlp_bias".into(), false.into());
+            }
+            if architecture == Architecture::GraniteMoeHybrid {
+                map.insert("layer_types".into(), json!(vec!["attention"; s.layers]));
+                map.insert("num_local_experts".into(), 0.into());
+                map.insert("position_embedding_type".into(), "rope".into());
             }
             map.insert("attention_multiplier".into(), (1.0 / s.head_dim as f64).into());
             map.insert("embedding_multiplier".into(), 12.0.into());
-            map.insert("logits_scaling".into(), if is_mixture { 6.0 } else { 8.0 }.into());
+            map.insert("logits_scaling".into(), logits_scaling.into());
             map.insert("residual_multiplier".into(), 0.22.into());
         }
         (Architecture::Phi3, Value::Object(map)) => {
@@ -412,13 +490,18 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
     if let (Some([n, chosen, intermediate]), Value::Object(map)) = (s.experts, &mut config) {
         map.insert("num_local_experts".into(), n.into());
         map.insert("num_experts_per_tok".into(), chosen.into());
-        if architecture == Architecture::Qwen3Moe {
+        if matches!(architecture, Architecture::Qwen3Moe | Architecture::Qwen2Moe) {
             map.insert("moe_intermediate_size".into(), intermediate.into());
             map.insert("decoder_sparse_step".into(), 1.into());
-            // The tiny one has an MLP of the usual kind in between.
+            // The tiny ones have an MLP of the usual kind in between.
             map.insert("mlp_only_layers".into(), if s.hidden < 1000 { json!([1]) } else { json!([]) });
-            map.insert("norm_topk_prob".into(), true.into());
+            map.insert("norm_topk_prob".into(), (architecture == Architecture::Qwen3Moe).into());
         }
+    }
+    if let (Some(intermediate), Value::Object(map)) = (s.shared, &mut config) {
+        let is_qwen = architecture == Architecture::Qwen2Moe;
+        let key = if is_qwen { "shared_expert_intermediate_size" } else { "shared_intermediate_size" };
+        map.insert(key.into(), intermediate.into());
     }
     config
 }
@@ -450,6 +533,13 @@ pub fn synth(
         ));
     }
     if let Value::Object(map) = &mut value {
+        // Of the half that reads a model of its own.
+        if let Some(Value::Object(text)) = map.shift_remove("text_config") {
+            *map = text;
+            if let ModelConfig::Decoder(config) = &config {
+                map.insert("tie_word_embeddings".into(), config.tie_word_embeddings.into());
+            }
+        }
         map.shift_remove("torch_dtype");
         map.insert("dtype".into(), "bfloat16".into());
         map.insert("architectures".into(), json!([config.architecture().class_name()]));
@@ -641,14 +731,14 @@ fn for_each_chunk(
     // Chunk c is made by thread c % n, and each thread's chunks come out of its channel in order.
     let n_threads = options.n_threads.max(1);
     std::thread::scope(|scope| {
-        let receivers: Vec<Receiver<Vec<u8>>> = (0..n_threads)
-            .map(|thread| {
-                let (sender, receiver) = sync_channel(WAITING_CHUNKS);
-                let shard = shard.clone();
-                scope.spawn(move || make_chunks(specs, shard, options.seed, thread, n_threads, &sender));
-                receiver
-            })
-            .collect();
+        let receivers = (0..n_threads).map(|thread| {
+            let (sender, receiver) = sync_channel(WAITING_CHUNKS);
+            let shard = shard.clone();
+            let work = move || make_chunks(specs, shard, options.seed, thread, n_threads, &sender);
+            std::thread::Builder::new().spawn_scoped(scope, work).map_err(ModelError::Threads)?;
+            Ok::<_, ModelError>(receiver)
+        });
+        let receivers: Vec<Receiver<Vec<u8>>> = receivers.collect::<Result<_, _>>()?;
         // Leaving early drops the receivers, which ends the threads at their next send.
         for chunk in 0.. {
             match receivers[chunk % n_threads].recv() {
@@ -748,11 +838,7 @@ impl SplitMix {
     }
 
     fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        split_mix(&mut self.0)
     }
 }
 

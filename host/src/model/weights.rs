@@ -306,11 +306,12 @@ impl Weights {
         if let Some(entry) = self.tensors.get_key_value(name) {
             return Some(entry);
         }
-        // A model that sees has the one that reads as a part, with all its names or with what comes after `model.`.
+        // A model that sees or hears has the one that reads as a part, with all its names or with what comes after `model.`.
         let rest = name.strip_prefix("model.");
-        let inner = rest.map(|rest| format!("model.language_model.{rest}"));
+        let [inner, older] =
+            ["language_model", "text_model"].map(|half| rest.map(|rest| format!("model.{half}.{rest}")));
         // One that was saved without its head has what comes after it alone.
-        let parts = [Some(format!("language_model.{name}")), inner, rest.map(str::to_owned)];
+        let parts = [Some(format!("language_model.{name}")), inner, older, rest.map(str::to_owned)];
         if let Some(entry) = parts.iter().flatten().find_map(|name| self.tensors.get_key_value(name)) {
             return Some(entry);
         }
@@ -365,10 +366,10 @@ fn map_file(path: &Path) -> Result<Mmap, ModelError> {
     if meta.len() < 8 {
         return Err(ModelError::checkpoint(path, format!("{} bytes: too short for a safetensors file", meta.len())));
     }
-    // SAFETY: the mapping is read-only and private to this process, and every access goes through a slice of the length
+    // SAFETY: the mapping is read-only, and every access goes through a slice of the length
     // the file had when mapped. That the file is not changed meanwhile is the law in the module head, kept by whoever
     // runs the program; it cannot be enforced on a file system shared with others.
-    #[allow(unsafe_code)]
+    #[allow(unsafe_code, reason = "the mapping of files")]
     let map = unsafe { Mmap::map(&file) };
     map.map_err(|e| ModelError::read(path, e))
 }

@@ -118,7 +118,7 @@ fn products<W: Source, U: Unit>(x: &Memory, w: *const W::Elem, w_stride: usize, 
     let stride = rows.next_multiple_of(16);
     let mut packed = vec![f32::NAN; k * stride];
     let mut sums = vec![f32::NAN; n * stride];
-    // SAFETY: the areas are as the trait wants them; the vectors have been found (`every_product_counts`), as has the unit.
+    // SAFETY: the areas are as the trait wants them; the vectors have been found (`every_product_of_terms_counts`), as has the unit.
     unsafe {
         type On<W, U> = Tiles<W, U>;
         <On<W, U> as Products<Vectors>>::pack(

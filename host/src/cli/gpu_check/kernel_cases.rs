@@ -11,6 +11,7 @@ use perpetua::model::Quantize;
 use perpetua::model::decoder::{BuildError, Cache, Head};
 use perpetua_device::kernels::elementwise::Function;
 use perpetua_device::kernels::linear::Activation;
+use perpetua_device::kernels::routing::Weighting;
 use perpetua_device::kernels::{
     Attention, ExpertRoutes, ExpertsDown, ExpertsUp, GatedLinear, Linear, MacroKernel, Numbered, RoutedLinear, SPECS,
     Spec, Use, linear,
@@ -245,8 +246,8 @@ fn others(model: &Model, rows: usize) -> Result<KernelGraph, EngineError> {
             graph.weight_stack(&format!("model.layers.*.mlp.{part}_proj.weight"), experts, shape, of_experts)
         };
         let (gate, up, down) = (stack("gate", [n, k])?, stack("up", [n, k])?, stack("down", [k, n])?);
-        let (chosen, activation) = (2.min(experts), Activation::Silu);
-        let args = ExpertArgs { logits, gate, up, down, residual: Some(x), chosen, normalise: true, activation };
+        let (chosen, weighting, activation) = (2.min(experts), Weighting::Chosen, Activation::Silu);
+        let args = ExpertArgs { logits, gate, up, down, residual: Some(x), chosen, weighting, activation };
         graph.experts("experts", gated, args)?;
         Ok(graph)
     };

@@ -78,12 +78,12 @@ impl Experts {
 
     /// What comes in the place of `up`.
     fn up(&self, up: &Operator, target: &Target) -> [Operator; 2] {
-        let experts_up::Params { activation, normalise, .. } = kernels::params(&up.kernel.params);
+        let experts_up::Params { activation, weighting, .. } = kernels::params(&up.kernel.params);
         let route = Operator {
             name: format!("{}.route", up.name.strip_suffix(".up").unwrap_or(&up.name)),
             kernel: KernelCall {
                 task_type: ExpertRoutes::TASK_TYPE,
-                params: param_words(&expert_routes::Params { normalise }),
+                params: param_words(&expert_routes::Params { weighting }),
                 ..up.kernel
             },
             slots: vec![up.slots[experts_up::slot::LOGITS], Some(self.experts), Some(self.weights)],

@@ -359,7 +359,7 @@ pub fn block_operands(
 }
 
 /// The operand of a block: `access`'s box of its tensor, without an address (binding 0, offset from the buffer's start).
-pub fn block_operand(
+fn block_operand(
     graph: &ThreadBlockGraph,
     op: super::tensor::OpId,
     access: &Access,

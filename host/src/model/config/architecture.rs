@@ -14,10 +14,15 @@ pub enum Architecture {
     Qwen3Moe,
     /// `Qwen2ForCausalLM`: biases on q, k and v. Qwen 2.5 is this too.
     Qwen2,
+    /// `Qwen2MoeForCausalLM`: Qwen2 whose MLPs are mixtures of experts, and beside these one that all rows go to.
+    Qwen2Moe,
     /// `LlamaForCausalLM`.
     Llama,
     /// `MistralForCausalLM`: Llama with an optional attention window.
     Mistral,
+    /// `Ministral3ForCausalLM`: Mistral whose heads have a width of their own. Beyond the context of the first training it multiplies queries with
+    /// a number that grows with their position, which is not done here: so it ends there.
+    Ministral3,
     /// `MixtralForCausalLM`: Mistral whose MLPs are mixtures of experts.
     Mixtral,
     /// `Gemma3ForCausalLM`, and the text half of `Gemma3ForConditionalGeneration`: norms before and after attention and MLP, windows in most
@@ -29,6 +34,12 @@ pub enum Architecture {
     Granite,
     /// `GraniteMoeForCausalLM`: Granite whose MLPs are mixtures of experts, the matrices of all of them one tensor.
     GraniteMoe,
+    /// `GraniteMoeSharedForCausalLM`: GraniteMoe with an MLP beside the experts that all rows go to.
+    GraniteMoeShared,
+    /// `GraniteMoeHybridForCausalLM`, all of whose layers attend: the same, or that MLP alone (Granite 4.0's dense models), with RoPE or without.
+    GraniteMoeHybrid,
+    /// `SeedOssForCausalLM`: Llama with biases on q, k and v.
+    SeedOss,
     /// `Phi3ForCausalLM`: Llama whose q, k and v are one matrix, as are gate and up. Phi 4 is this too.
     Phi3,
     /// `Olmo2ForCausalLM`: norms after attention and MLP, and on all queries and all keys of a row.
@@ -76,8 +87,11 @@ pub enum QkNorm {
 pub(super) enum Biases {
     Always,
     Never,
-    /// If the file says so.
-    Said,
+    /// What the file says under `key`; else `otherwise`.
+    Said {
+        key: &'static str,
+        otherwise: bool,
+    },
 }
 
 /// Which layers have a window, where there is one.
@@ -98,6 +112,8 @@ pub(super) enum Sliding {
         /// How many, where the file does not say.
         pattern: usize,
     },
+    /// Every second one from the first on, of those before `max_window_layers`, or those that `layer_types` names, if `use_sliding_window`.
+    Alternating,
     /// Those that do not turn queries and keys, if `use_sliding_window`; or those that `layer_types` names.
     Still,
 }
@@ -113,6 +129,19 @@ pub(super) struct Mixture {
     pub(super) normalises: bool,
     /// The file may say that some layers have an MLP of the usual kind, or all.
     pub(super) may_lack: bool,
+    pub(super) shared: Option<Shared>,
+}
+
+/// An MLP beside experts that all rows go to, where the file does not say otherwise.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shared {
+    /// What its `intermediate_size` is called; 0: there is none.
+    pub(super) key: &'static str,
+    pub(super) intermediate_size: usize,
+    /// It counts with the sigmoid of a logit of its own.
+    pub(super) is_weighed: bool,
+    /// Where there are no experts, layers have it alone.
+    pub(super) stands_alone: bool,
 }
 
 /// What is known of an architecture beside its configuration, and what its configuration class takes where the file lacks a key.
@@ -127,14 +156,14 @@ pub(super) struct Traits {
     /// Checkpoints have the norms' factors less one.
     pub(super) norms_less_one: bool,
     pub(super) qk_norm: QkNorm,
-    /// q, k and v are one matrix, as are gate and up.
+    /// q, k and v are one matrix.
     pub(super) is_fused: bool,
     /// Embeddings, scores, logits and what layers add are multiplied with numbers of the file's.
     pub(super) multiplies: bool,
     pub(super) mixture: Option<Mixture>,
     pub(super) attention_bias: Biases,
-    /// The attention's output has a bias where q, k and v have.
-    pub(super) output_bias: bool,
+    /// The attention's output; `None`: it has a bias where q, k and v have.
+    pub(super) output_bias: Option<Biases>,
     pub(super) mlp_bias: Biases,
     pub(super) activation: Activation,
     pub(super) sliding: Sliding,
@@ -164,6 +193,11 @@ pub(super) struct Traits {
     pub(super) tie_word_embeddings: bool,
 }
 
+/// Biases where the file says so.
+const fn if_said(key: &'static str) -> Biases {
+    Biases::Said { key, otherwise: false }
+}
+
 /// What most have.
 const USUAL: Traits = Traits {
     class_name: "",
@@ -175,8 +209,8 @@ const USUAL: Traits = Traits {
     is_fused: false,
     multiplies: false,
     mixture: None,
-    attention_bias: Biases::Said,
-    output_bias: true,
+    attention_bias: if_said("attention_bias"),
+    output_bias: None,
     mlp_bias: Biases::Never,
     activation: Activation::Silu,
     sliding: Sliding::Never,
@@ -211,21 +245,32 @@ const GRANITE: Traits = Traits { multiplies: true, max_position_embeddings: 2048
 const OLMO: Traits =
     Traits { norms: Norms::After, qk_norm: QkNorm::Rows, max_position_embeddings: 2048, rms_norm_eps: 1e-5, ..USUAL };
 
+const GRANITE_EXPERTS: Mixture =
+    Mixture { n: 8, chosen: 2, intermediate_size: None, normalises: true, may_lack: false, shared: None };
+
+const GRANITE_SHARED: Shared =
+    Shared { key: "shared_intermediate_size", intermediate_size: 0, is_weighed: false, stands_alone: false };
+
 const ENCODER: Traits = Traits { is_encoder: true, activation: Activation::Gelu, ..USUAL };
 
 impl Architecture {
     /// Every architecture.
-    pub const ALL: [Architecture; 18] = [
+    pub const ALL: [Architecture; 23] = [
         Architecture::Qwen3,
         Architecture::Qwen3Moe,
         Architecture::Qwen2,
+        Architecture::Qwen2Moe,
         Architecture::Llama,
         Architecture::Mistral,
+        Architecture::Ministral3,
         Architecture::Mixtral,
         Architecture::Gemma3,
         Architecture::SmolLm3,
         Architecture::Granite,
         Architecture::GraniteMoe,
+        Architecture::GraniteMoeShared,
+        Architecture::GraniteMoeHybrid,
+        Architecture::SeedOss,
         Architecture::Phi3,
         Architecture::Olmo2,
         Architecture::Olmo3,
@@ -256,6 +301,7 @@ impl Architecture {
                     intermediate_size: Some(768),
                     normalises: false,
                     may_lack: true,
+                    shared: None,
                 }),
                 sliding: Sliding::AllIfUsed,
                 n_kv_heads: Some(4),
@@ -265,21 +311,54 @@ impl Architecture {
                 class_name: "Qwen2ForCausalLM",
                 model_type: "qwen2",
                 attention_bias: Biases::Always,
-                output_bias: false,
+                output_bias: Some(Biases::Never),
+                ..QWEN
+            },
+            Architecture::Qwen2Moe => Traits {
+                class_name: "Qwen2MoeForCausalLM",
+                model_type: "qwen2_moe",
+                mixture: Some(Mixture {
+                    n: 60,
+                    chosen: 4,
+                    intermediate_size: Some(1408),
+                    normalises: false,
+                    may_lack: true,
+                    shared: Some(Shared {
+                        key: "shared_expert_intermediate_size",
+                        intermediate_size: 5632,
+                        is_weighed: true,
+                        stands_alone: false,
+                    }),
+                }),
+                attention_bias: Biases::Said { key: "qkv_bias", otherwise: true },
+                output_bias: Some(Biases::Never),
+                sliding: Sliding::Alternating,
+                n_kv_heads: Some(16),
                 ..QWEN
             },
             Architecture::Llama => Traits {
                 class_name: "LlamaForCausalLM",
                 model_type: "llama",
-                mlp_bias: Biases::Said,
+                mlp_bias: if_said("mlp_bias"),
                 max_position_embeddings: 2048,
                 ..USUAL
             },
             Architecture::Mistral => Traits { class_name: "MistralForCausalLM", model_type: "mistral", ..MISTRAL },
+            Architecture::Ministral3 => Traits {
+                class_name: "Ministral3ForCausalLM",
+                model_type: "ministral3",
+                sliding: Sliding::All,
+                window: None,
+                head_dim: Some(128),
+                max_position_embeddings: 262_144,
+                rms_norm_eps: 1e-5,
+                rope_theta: 1e6,
+                ..MISTRAL
+            },
             Architecture::Mixtral => Traits {
                 class_name: "MixtralForCausalLM",
                 model_type: "mixtral",
-                mixture: Some(Mixture { n: 8, chosen: 2, intermediate_size: None, normalises: true, may_lack: false }),
+                mixture: Some(GRANITE_EXPERTS),
                 sliding: Sliding::All,
                 window: None,
                 rms_norm_eps: 1e-5,
@@ -306,7 +385,7 @@ impl Architecture {
             Architecture::SmolLm3 => Traits {
                 class_name: "SmolLM3ForCausalLM",
                 model_type: "smollm3",
-                mlp_bias: Biases::Said,
+                mlp_bias: if_said("mlp_bias"),
                 sliding: Sliding::Still,
                 window: None,
                 n_kv_heads: Some(4),
@@ -314,14 +393,44 @@ impl Architecture {
                 tie_word_embeddings: true,
                 ..USUAL
             },
-            Architecture::Granite => {
-                Traits { class_name: "GraniteForCausalLM", model_type: "granite", mlp_bias: Biases::Said, ..GRANITE }
-            }
+            Architecture::Granite => Traits {
+                class_name: "GraniteForCausalLM",
+                model_type: "granite",
+                mlp_bias: if_said("mlp_bias"),
+                ..GRANITE
+            },
             Architecture::GraniteMoe => Traits {
                 class_name: "GraniteMoeForCausalLM",
                 model_type: "granitemoe",
-                mixture: Some(Mixture { n: 8, chosen: 2, intermediate_size: None, normalises: true, may_lack: false }),
+                mixture: Some(GRANITE_EXPERTS),
                 ..GRANITE
+            },
+            Architecture::GraniteMoeShared => Traits {
+                class_name: "GraniteMoeSharedForCausalLM",
+                model_type: "granitemoeshared",
+                mixture: Some(Mixture { shared: Some(GRANITE_SHARED), ..GRANITE_EXPERTS }),
+                ..GRANITE
+            },
+            Architecture::GraniteMoeHybrid => Traits {
+                class_name: "GraniteMoeHybridForCausalLM",
+                model_type: "granitemoehybrid",
+                mixture: Some(Mixture {
+                    may_lack: true,
+                    shared: Some(Shared { intermediate_size: 1024, stands_alone: true, ..GRANITE_SHARED }),
+                    ..GRANITE_EXPERTS
+                }),
+                ..GRANITE
+            },
+            Architecture::SeedOss => Traits {
+                class_name: "SeedOssForCausalLM",
+                model_type: "seed_oss",
+                attention_bias: Biases::Said { key: "attention_bias", otherwise: true },
+                output_bias: Some(if_said("attention_out_bias")),
+                mlp_bias: if_said("mlp_bias"),
+                n_kv_heads: Some(8),
+                head_dim: Some(128),
+                max_position_embeddings: 524_288,
+                ..USUAL
             },
             Architecture::Phi3 => Traits {
                 class_name: "Phi3ForCausalLM",
@@ -356,6 +465,7 @@ impl Architecture {
                     intermediate_size: None,
                     normalises: false,
                     may_lack: false,
+                    shared: None,
                 }),
                 max_position_embeddings: 4096,
                 ..OLMO
@@ -414,7 +524,7 @@ impl Architecture {
         self.traits().mixture.is_some()
     }
 
-    /// Whether its checkpoints have q, k and v as one matrix, and gate and up as one.
+    /// Whether its checkpoints have q, k and v as one matrix.
     pub const fn is_fused(self) -> bool {
         self.traits().is_fused
     }
@@ -442,6 +552,11 @@ impl Architecture {
             Some("Roberta" | "XLMRoberta" | "Camembert") => Some(Architecture::Roberta),
             Some("ModernBert") => Some(Architecture::ModernBert),
             _ if matches!(class, "Gemma3ForConditionalGeneration" | "Gemma3TextModel") => Some(Architecture::Gemma3),
+            // Their older files have no half: text is read by what stands beside all other keys.
+            _ if matches!(class, "Qwen2VLForConditionalGeneration" | "Qwen2_5_VLForConditionalGeneration") => {
+                Some(Architecture::Qwen2)
+            }
+            _ if class == "MinistralForCausalLM" => Some(Architecture::Mistral),
             _ => {
                 let of_text =
                     |a: &Architecture| class.strip_suffix("Model") == a.class_name().strip_suffix("ForCausalLM");
@@ -454,6 +569,9 @@ impl Architecture {
     pub(super) fn from_model_type(name: &str) -> Option<Architecture> {
         match name {
             "gemma3" => Some(Architecture::Gemma3),
+            "qwen2_vl" | "qwen2_vl_text" | "qwen2_5_vl" | "qwen2_5_vl_text" => Some(Architecture::Qwen2),
+            "qwen3_vl_text" => Some(Architecture::Qwen3),
+            "ministral" => Some(Architecture::Mistral),
             "xlm-roberta" | "camembert" => Some(Architecture::Roberta),
             _ => Architecture::ALL.into_iter().find(|a| a.model_type() == name),
         }

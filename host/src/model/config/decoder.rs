@@ -4,7 +4,7 @@ use std::ops::RangeInclusive;
 
 use perpetua_device::kernels::routing;
 
-use super::architecture::{Biases, Sliding};
+use super::architecture::{Biases, Shared, Sliding};
 use super::rope::{self, Rope, RopeScaling};
 use super::{
     Activation, Architecture, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS, MAX_POSITIONS,
@@ -81,6 +81,17 @@ pub struct Experts {
     pub normalise: bool,
     /// Per layer, whether it has them; else its MLP is the usual one.
     pub layers: Vec<bool>,
+    /// An MLP beside them that all rows go to, if there is one.
+    pub shared: Option<SharedExpert>,
+}
+
+/// See [`Experts::shared`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SharedExpert {
+    /// Elements between its linear layers.
+    pub intermediate_size: usize,
+    /// Whether it counts with the sigmoid of a logit of its own; else it is simply added.
+    pub is_weighed: bool,
 }
 
 impl DecoderConfig {
@@ -100,8 +111,13 @@ fn refuse_other_gemmas(fields: &Fields<'_>) -> Result<(), ModelError> {
     Ok(())
 }
 
-/// What a decoder's config.json says, with every default filled in.
-pub(super) fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderConfig, ModelError> {
+/// What a decoder's config.json says, with every default filled in. Of a model of which this is the half that reads, the other says whether the
+/// head is the embedding table: `is_tied`.
+pub(super) fn decoder(
+    fields: &Fields<'_>,
+    architecture: Architecture,
+    is_tied: Option<bool>,
+) -> Result<DecoderConfig, ModelError> {
     let is_gemma = architecture == Architecture::Gemma3;
     if is_gemma {
         refuse_other_gemmas(fields)?;
@@ -154,20 +170,25 @@ pub(super) fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result
         }
         _ => max_position_embeddings,
     };
+    let max_position_embeddings = max_position_embeddings.min(ropes.most_positions);
 
-    let has = |biases, key| match biases {
+    let has = |biases| match biases {
         Biases::Always => Ok(true),
         Biases::Never => Ok(false),
-        Biases::Said => Ok::<bool, ModelError>(fields.flag(key)?.unwrap_or(false)),
+        Biases::Said { key, otherwise } => Ok::<bool, ModelError>(fields.flag(key)?.unwrap_or(otherwise)),
     };
-    let attention_bias = has(traits.attention_bias, "attention_bias")?;
+    let attention_bias = has(traits.attention_bias)?;
     let layers = layers(fields, architecture, n_layers)?;
     let rope_of = |layer: &Layer| match (layer.slides, layer.turns) {
         (_, false) => Rope::NONE,
         (true, true) => ropes.sliding.clone(),
         (false, true) => ropes.full.clone(),
     };
-    let intermediate_size = size("intermediate_size", 1..=MAX_INTERMEDIATE, 9216)?;
+    let (experts, of_the_one) = experts(fields, architecture, n_layers)?;
+    let intermediate_size = match of_the_one {
+        Some(of_the_one) => of_the_one,
+        None => size("intermediate_size", 1..=MAX_INTERMEDIATE, 9216)?,
+    };
     const SCALARS: RangeInclusive<f64> = 1e-6..=1e9;
     let query_scalar =
         if is_gemma { fields.real("query_pre_attn_scalar", SCALARS)?.unwrap_or(256.0) } else { head_dim as f64 };
@@ -208,16 +229,16 @@ pub(super) fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result
             _ => multiplier("embedding_multiplier")? / added,
         },
         logits_divisor: multiplier("logits_scaling")?,
-        tie_word_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(traits.tie_word_embeddings),
+        tie_word_embeddings: is_tied.or(fields.flag("tie_word_embeddings")?).unwrap_or(traits.tie_word_embeddings),
         attention_bias,
-        output_bias: attention_bias && traits.output_bias,
-        mlp_bias: has(traits.mlp_bias, "mlp_bias")?,
+        output_bias: traits.output_bias.map_or(Ok(attention_bias), has)?,
+        mlp_bias: has(traits.mlp_bias)?,
         qk_norm: traits.qk_norm,
         max_position_embeddings,
         is_bidirectional,
         windows,
         hidden_act: activation(fields, act_key, traits.activation)?,
-        experts: experts(fields, architecture, n_layers, intermediate_size)?,
+        experts,
     })
 }
 
@@ -243,8 +264,13 @@ fn layers(fields: &Fields<'_>, architecture: Architecture, n_layers: usize) -> R
 
 /// Which layers turn queries and keys by their positions, as far as the file says it by itself.
 fn turning_layers(fields: &Fields<'_>, architecture: Architecture, n_layers: usize) -> Result<Vec<bool>, ModelError> {
-    if architecture != Architecture::SmolLm3 {
-        return Ok(vec![true; n_layers]);
+    match architecture {
+        Architecture::SmolLm3 => {}
+        Architecture::GraniteMoeHybrid => {
+            attending_layers(fields, n_layers)?;
+            return Ok(vec![fields.text("position_embedding_type")? == Some("rope"); n_layers]);
+        }
+        _ => return Ok(vec![true; n_layers]),
     }
     // Called after those that do not, it says 1 of those that do.
     let Some(given) = fields.wholes("no_rope_layers", 0..=1)? else {
@@ -255,6 +281,19 @@ fn turning_layers(fields: &Fields<'_>, architecture: Architecture, n_layers: usi
         return Err(not_one_a_layer(fields, "no_rope_layers", given.len(), n_layers));
     }
     Ok(given[..n_layers].iter().map(|turns| *turns == 1).collect())
+}
+
+/// Refuses layers that do anything but attend, which is what they do unless the file says otherwise.
+fn attending_layers(fields: &Fields<'_>, n_layers: usize) -> Result<(), ModelError> {
+    // The name from before.
+    let key = if fields.get("layer_types").is_some() { "layer_types" } else { "layers_block_type" };
+    let Some(types) = fields.texts(key)? else {
+        return Err(fields.wrong("layer_types", "a list of \"attention\" (state-space layers are not supported)"));
+    };
+    if let Some(other) = types.iter().find(|kind| !matches!(**kind, "attention" | "full_attention")) {
+        return Err(ModelError::unsupported(fields.path(), key, *other, "attention in every layer"));
+    }
+    if types.len() != n_layers { Err(not_one_a_layer(fields, key, types.len(), n_layers)) } else { Ok(()) }
 }
 
 fn not_one_a_layer(fields: &Fields<'_>, key: &str, found: usize, n_layers: usize) -> ModelError {
@@ -268,7 +307,7 @@ pub(super) fn typed_layers(fields: &Fields<'_>, n_layers: usize) -> Result<Optio
     if types.is_empty() {
         return Ok(None);
     }
-    if let Some(other) = types.iter().find(|t| !matches!(**t, "full_attention" | SLIDING)) {
+    if let Some(other) = types.iter().find(|t| !matches!(**t, "full_attention" | "attention" | SLIDING)) {
         return Err(ModelError::unsupported(fields.path(), "layer_types", *other, "full_attention, sliding_attention"));
     }
     if types.len() != n_layers {
@@ -299,14 +338,21 @@ fn sliding_layers(fields: &Fields<'_>, architecture: Architecture, turns: &[bool
             let pattern = said.unwrap_or(pattern);
             named(&|layer| !(layer + 1).is_multiple_of(pattern))
         }
+        Sliding::Alternating => {
+            let end = fields.whole("max_window_layers", 0..=MAX_LAYERS)?.unwrap_or(28);
+            named(&|layer| layer % 2 == 0 && layer < end)
+        }
         Sliding::Still => named(&|layer| !turns[layer]),
     })
 }
 
 /// What `sliding_window` says, or what is so where it is missing, and not null.
 fn window(fields: &Fields<'_>, architecture: Architecture) -> Result<Option<usize>, ModelError> {
-    let default = if fields.has("sliding_window") { None } else { architecture.traits().window };
-    Ok(fields.whole("sliding_window", 1..=MAX_POSITIONS)?.or(default))
+    let traits = architecture.traits();
+    let default = if fields.has("sliding_window") { None } else { traits.window };
+    // Some files have 0 where windows are not used.
+    let least = usize::from(traits.sliding != Sliding::Alternating);
+    Ok(fields.whole("sliding_window", least..=MAX_POSITIONS)?.or(default).filter(|n| *n > 0))
 }
 
 /// The window of each layer that slides, where it is smaller than the context: of what the file says, one part in `of_window`.
@@ -328,27 +374,30 @@ fn windows(
             }
             true
         }
-        Sliding::Later | Sliding::AllIfUsed | Sliding::Still => fields.flag("use_sliding_window")?.unwrap_or(false),
+        Sliding::Later | Sliding::AllIfUsed | Sliding::Alternating | Sliding::Still => {
+            fields.flag("use_sliding_window")?.unwrap_or(false)
+        }
     };
     let window = window.map(|n| n / of_window).filter(|n| is_active && *n < max_position_embeddings);
     Ok(layers.iter().map(|layer| window.filter(|_| layer.slides)).collect())
 }
 
-/// The mixtures of experts of `architecture`, whose MLPs have `intermediate_size` where the file has no other for experts.
+/// The mixtures of experts of `architecture`; and the size of what layers have for an MLP, where that is not what `intermediate_size` says.
 fn experts(
     fields: &Fields<'_>,
     architecture: Architecture,
     n_layers: usize,
-    intermediate_size: usize,
-) -> Result<Option<Experts>, ModelError> {
+) -> Result<(Option<Experts>, Option<usize>), ModelError> {
     const MOST: usize = routing::MAX_EXPERTS as usize;
-    let Some(mixture) = architecture.traits().mixture else { return Ok(None) };
+    let Some(mixture) = architecture.traits().mixture else { return Ok((None, None)) };
     // Which of its names the number has depends on the version of transformers that wrote the file.
     let key = if fields.get("num_experts").is_some() { "num_experts" } else { "num_local_experts" };
     let n = fields.whole(key, usize::from(!mixture.may_lack)..=MOST)?.unwrap_or(mixture.n);
-    let intermediate_size = match mixture.intermediate_size {
-        Some(size) => fields.whole("moe_intermediate_size", 1..=MAX_INTERMEDIATE)?.unwrap_or(size),
-        None => intermediate_size,
+    let shared = match mixture.shared {
+        Some(Shared { key, intermediate_size, .. }) => {
+            fields.whole(key, 0..=MAX_INTERMEDIATE)?.unwrap_or(intermediate_size)
+        }
+        None => 0,
     };
     let (mut step, mut dense) = (1, Vec::new());
     if mixture.may_lack {
@@ -359,12 +408,22 @@ fn experts(
     let layers: Vec<bool> =
         (0..n_layers).map(|layer| n > 0 && (layer + 1) % step == 0 && !dense.contains(&layer)).collect();
     if !layers.contains(&true) {
-        return Ok(None);
+        return match mixture.shared.filter(|shared| shared.stands_alone) {
+            Some(Shared { key, .. }) if shared == 0 => Err(fields.wrong(key, "at least 1, where there are no experts")),
+            Some(_) => Ok((None, Some(shared))),
+            None => Ok((None, None)),
+        };
     }
+    let intermediate_size = match mixture.intermediate_size {
+        Some(size) => fields.whole("moe_intermediate_size", 1..=MAX_INTERMEDIATE)?.unwrap_or(size),
+        None => fields.required_whole("intermediate_size", 1..=MAX_INTERMEDIATE)?,
+    };
     let most = n.min(routing::MAX_CHOSEN as usize);
     let chosen = fields.whole("num_experts_per_tok", 1..=most)?.unwrap_or(mixture.chosen);
     if chosen > most {
         return Err(fields.wrong("num_experts_per_tok", format!("at most {key}, {n}")));
     }
-    Ok(Some(Experts { n, chosen, intermediate_size, normalise, layers }))
+    let of_shared = |of: Shared| SharedExpert { intermediate_size: shared, is_weighed: of.is_weighed };
+    let shared = mixture.shared.filter(|_| shared > 0).map(of_shared);
+    Ok((Some(Experts { n, chosen, intermediate_size, normalise, layers, shared }), None))
 }

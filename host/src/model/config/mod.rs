@@ -23,7 +23,7 @@ use super::error::ModelError;
 use super::json::{Fields, brief, read_value};
 pub(crate) use architecture::Norms;
 pub use architecture::{Architecture, QkNorm};
-pub use decoder::{DecoderConfig, Experts};
+pub use decoder::{DecoderConfig, Experts, SharedExpert};
 pub use encoder::BertConfig;
 pub use modern_bert::ModernBertConfig;
 pub use rope::{Rope, RopeScaling};
@@ -73,19 +73,29 @@ impl ModelConfig {
     pub fn from_value(path: &Path, value: &Value) -> Result<ModelConfig, ModelError> {
         let mut fields = Fields::new(path, value)?;
         refuse_what_is_not_done(&fields)?;
-        let architecture = architecture(&fields)?;
-        // Of a model that sees, the half that reads has its own.
-        if let (Architecture::Gemma3, Some(text)) = (architecture, fields.object("text_config")?) {
-            fields = text;
-            refuse_what_is_not_done(&fields)?;
-        }
+        let mut is_tied = None;
+        // Of a model that sees or hears, the half that reads has a configuration of its own.
+        let architecture = match fields.object("text_config")? {
+            None => architecture(&fields)?,
+            Some(text) => {
+                refuse_what_is_not_done(&text)?;
+                let says_its_own = text.get("model_type").is_some();
+                let architecture = if says_its_own { of_model_type(&text)? } else { architecture(&fields)? };
+                // Either may say it, and where neither does, the file decides.
+                const KEY: &str = "tie_word_embeddings";
+                let said = [fields.flag(KEY)?, text.flag(KEY)?];
+                is_tied = Some(said.contains(&Some(true)) || said == [None; 2]);
+                fields = text;
+                architecture
+            }
+        };
         if !architecture.has_experts() {
             refuse_experts(&fields, &["num_experts", "num_local_experts"])?;
         }
         match architecture {
             Architecture::ModernBert => modern_bert::modern_bert(&fields).map(ModelConfig::ModernBert),
             of if of.is_encoder() => encoder::encoder(&fields, of).map(ModelConfig::Bert),
-            of => decoder::decoder(&fields, of).map(ModelConfig::Decoder),
+            of => decoder::decoder(&fields, of, is_tied).map(ModelConfig::Decoder),
         }
     }
 
@@ -151,10 +161,16 @@ fn architecture(fields: &Fields<'_>) -> Result<Architecture, ModelError> {
             .find_map(|name| Architecture::from_class_name(name))
             .ok_or_else(|| ModelError::unsupported(fields.path(), "architectures", names.join(", "), supported()));
     }
-    let Some(model_type) = fields.text("model_type")? else {
+    if fields.get("model_type").is_none() {
         return Err(fields.wrong("architectures", format!("one of {}", supported())));
-    };
-    Architecture::from_model_type(model_type)
+    }
+    of_model_type(fields)
+}
+
+fn of_model_type(fields: &Fields<'_>) -> Result<Architecture, ModelError> {
+    fields
+        .text("model_type")?
+        .and_then(Architecture::from_model_type)
         .ok_or_else(|| fields.unsupported("model_type", Architecture::ALL.map(Architecture::model_type).join(", ")))
 }
 

@@ -157,6 +157,8 @@ pub(super) struct Ropes {
     pub(super) sliding: Rope,
     /// How many elements of a head they turn, the first ones.
     pub(super) dim: usize,
+    /// From this position on queries would have to be multiplied with a number of their position's, too.
+    pub(super) most_positions: usize,
 }
 
 /// What a config.json says of them. Older files have the keys of one embedding beside all others, or in `rope_scaling`; newer ones in
@@ -194,8 +196,29 @@ pub(super) fn ropes(
         false => head_dim,
     };
     let shape = Shape { architecture, original, max_position_embeddings, dim };
+    if given.is_none() && architecture == Architecture::Ministral3 {
+        return Err(fields.wrong("rope_parameters", "an object"));
+    }
+    let most_positions = given.as_ref().map_or(Ok(MAX_POSITIONS), |given| most_positions(given, shape))?;
     let full = rope(fields, given, (traits.theta_key, traits.rope_theta), shape)?;
-    Ok(Ropes { sliding: full.clone(), full, dim })
+    Ok(Ropes { sliding: full.clone(), full, dim, most_positions })
+}
+
+/// See [`Ropes::most_positions`]: Llama 4's scaling multiplies by `1 + beta * ln(1 + floor(position / original))`, that is by 1 in the first
+/// training's context.
+fn most_positions(given: &Fields<'_>, shape: Shape) -> Result<usize, ModelError> {
+    match given.real("llama_4_scaling_beta", 0.0..=1e3)? {
+        None | Some(0.0) => Ok(MAX_POSITIONS),
+        Some(_) => original_of(given, shape),
+    }
+}
+
+/// The context of the first training.
+fn original_of(given: &Fields<'_>, shape: Shape) -> Result<usize, ModelError> {
+    match shape.original {
+        Some(n) => Ok(n),
+        None => Ok(given.whole(ORIGINAL, 1..=MAX_POSITIONS)?.unwrap_or(shape.max_position_embeddings)),
+    }
 }
 
 /// How many elements of a head are turned, of `head_dim`: a part of them may be said beside the embedding's keys, `given`, or beside all others.
@@ -247,7 +270,7 @@ fn ropes_by_type(
         merged_value = Value::Object([("rope_scaling".to_owned(), Value::Object(merged))].into_iter().collect());
         full = Fields::new(fields.path(), &merged_value)?.object("rope_scaling")?;
     }
-    Ok(Ropes { full: of(full, theta)?, sliding, dim: head_dim })
+    Ok(Ropes { full: of(full, theta)?, sliding, dim: head_dim, most_positions: MAX_POSITIONS })
 }
 
 /// What an embedding's keys are understood by.
@@ -266,22 +289,22 @@ fn rope(
     fields: &Fields<'_>,
     given: Option<Fields<'_>>,
     (theta_key, default_theta): (&str, f64),
-    Shape { architecture, original, max_position_embeddings, dim }: Shape,
+    shape: Shape,
 ) -> Result<Rope, ModelError> {
     const KINDS: &str = "default, linear, llama3, yarn, longrope";
     const THETA: std::ops::RangeInclusive<f64> = 1.0..=1e15;
+    let Shape { architecture, max_position_embeddings, dim, .. } = shape;
     let traits = architecture.traits();
     let (mut theta, mut scaling) = (None, RopeScaling::Default);
     let mut partial = fields.clone();
     if let Some(given) = given {
         theta = given.real("rope_theta", THETA)?;
         let kind_key = if given.get("rope_type").is_some() { "rope_type" } else { "type" };
-        let original = || match original {
-            Some(n) => Ok(n),
-            None => Ok(given.whole(ORIGINAL, 1..=MAX_POSITIONS)?.unwrap_or(max_position_embeddings)),
-        };
+        let original = || original_of(&given, shape);
         scaling = match given.text(kind_key)?.unwrap_or("default") {
             "default" => RopeScaling::Default,
+            // Positions in a picture have three numbers, which are one in text.
+            "mrope" if given.get("mrope_section").is_some() => RopeScaling::Default,
             "linear" => RopeScaling::Linear { factor: given.required_real("factor", 1.0..=1e6)? },
             "llama3" => {
                 let low_freq_factor = given.required_real("low_freq_factor", 1e-6..=1e6)?;

@@ -39,9 +39,10 @@ fn mixtures_of_experts() {
     let open = |name: &str| read_value(&dir.join(name).join("config.json")).expect("JSON");
     let experts = |value: &Value| decoder_of(value).experts;
     let layers = vec![true, false, true];
-    let of_qwen3 = Experts { n: 8, chosen: 3, intermediate_size: 64, normalise: false, layers };
+    let of_qwen3 = Experts { n: 8, chosen: 3, intermediate_size: 64, normalise: false, layers, shared: None };
     assert_eq!(experts(&open("tiny-qwen3-moe")), Some(of_qwen3.clone()));
-    let of_mixtral = Experts { n: 4, chosen: 2, intermediate_size: 80, normalise: true, layers: vec![true; 2] };
+    let of_mixtral =
+        Experts { n: 4, chosen: 2, intermediate_size: 80, normalise: true, layers: vec![true; 2], shared: None };
     assert_eq!(experts(&open("tiny-mixtral")), Some(of_mixtral));
     let eps_of = |name: &str| decoder_of(&with(open(name), &json!({ "rms_norm_eps": null }))).rms_norm_eps;
     assert_eq!((eps_of("tiny-mixtral"), eps_of("tiny-qwen3-moe")), (1e-5, 1e-6));
@@ -65,9 +66,120 @@ fn mixtures_of_experts() {
     let message = parse(&with(llama(), &json!({ "num_local_experts": 8 }))).expect_err("experts");
     assert!(message.contains("num_local_experts: 8 is not supported; supported: "), "{message}");
     assert!(
-        message.ends_with("Qwen3MoeForCausalLM, MixtralForCausalLM, GraniteMoeForCausalLM, OlmoeForCausalLM alone"),
+        message.ends_with(
+            "Qwen3MoeForCausalLM, Qwen2MoeForCausalLM, MixtralForCausalLM, GraniteMoeForCausalLM, GraniteMoeSharedForCausalLM, \
+             GraniteMoeHybridForCausalLM, OlmoeForCausalLM alone"
+        ),
         "{message}"
     );
+}
+
+#[test]
+fn experts_that_all_rows_go_to() {
+    let llama = with(llama(), &json!({ "architectures": null }));
+    let of = |model_type: &str, change: &Value| {
+        let typed = with(llama.clone(), &json!({ "model_type": model_type }));
+        decoder_of(&with(typed, change))
+    };
+    let shared = |config: DecoderConfig| config.experts.and_then(|experts| experts.shared);
+    // Qwen's counts by a logit of its own, and layers without experts have none.
+    let qwen = json!({ "num_experts": 6, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 96 });
+    let config = of("qwen2_moe", &with(qwen.clone(), &json!({ "mlp_only_layers": [0] })));
+    assert_eq!((config.attention_bias, config.output_bias, config.intermediate_size), (true, false, 640));
+    assert_eq!(config.experts.as_ref().map(|e| e.layers.clone()), Some(vec![false, true]));
+    assert_eq!(shared(config), Some(SharedExpert { intermediate_size: 96, is_weighed: true }));
+    let windows = json!({ "use_sliding_window": true, "sliding_window": 7, "qkv_bias": false });
+    let config = of("qwen2_moe", &with(qwen, &windows));
+    assert_eq!((config.windows, config.attention_bias), (vec![Some(7), None], false));
+    // Granite's is added as it is, and is the MLP where there are no experts.
+    assert_eq!(shared(of("granitemoeshared", &json!({}))), None);
+    let granite = json!({ "shared_intermediate_size": 48, "layer_types": ["attention", "attention"] });
+    let expected = Some(SharedExpert { intermediate_size: 48, is_weighed: false });
+    assert_eq!(shared(of("granitemoeshared", &granite)), expected);
+    assert_eq!(shared(of("granitemoehybrid", &granite)), expected);
+    let dense = with(granite, &json!({ "num_local_experts": 0 }));
+    let config = of("granitemoehybrid", &dense);
+    assert_eq!((config.experts, config.intermediate_size, config.ropes), (None, 48, vec![Rope::NONE; 2]));
+    let turned = with(dense.clone(), &json!({ "position_embedding_type": "rope" }));
+    assert_ne!(of("granitemoehybrid", &turned).ropes[0], Rope::NONE);
+    for (change, expected) in [
+        (
+            json!({ "layer_types": ["attention", "mamba"] }),
+            "layer_types: mamba is not supported; supported: attention in every layer",
+        ),
+        (json!({ "layer_types": null }), "layer_types: missing, expected a list"),
+        (json!({ "layer_types": ["attention"] }), "layer_types: 1 entries, expected 2"),
+        (json!({ "shared_intermediate_size": 0 }), "shared_intermediate_size: 0, expected at least 1"),
+    ] {
+        let typed = with(llama.clone(), &json!({ "model_type": "granitemoehybrid" }));
+        let message = parse(&with(with(typed, &dense), &change)).expect_err(expected);
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn halves_that_read() {
+    let text = |change: &Value| with(with(llama(), &json!({ "architectures": null })), change);
+    let whole = |class: &str, text: Value, change: &Value| {
+        let whole =
+            json!({ "architectures": [class], "model_type": "whole", "text_config": text, "vision_config": {} });
+        with(whole, change)
+    };
+    let mrope = json!({ "type": "mrope", "mrope_section": [16, 24, 24] });
+    let qwen = text(&json!({ "model_type": "qwen3_vl_text", "rope_scaling": mrope, "rope_theta": 5e6 }));
+    let config = decoder_of(&whole("Qwen3VLForConditionalGeneration", qwen.clone(), &json!({})));
+    assert_eq!((config.architecture, config.qk_norm), (Architecture::Qwen3, QkNorm::Heads));
+    assert_eq!(config.ropes[0], Rope { theta: 5e6, scaling: RopeScaling::Default });
+    // Either half may say that the head is the embedding table; where neither does, the file decides.
+    for (outer, inner, is_tied) in
+        [(None, None, true), (Some(false), None, false), (None, Some(false), false), (Some(true), Some(false), true)]
+    {
+        let text = with(qwen.clone(), &json!({ "tie_word_embeddings": inner }));
+        let value = whole("Qwen3VLForConditionalGeneration", text, &json!({ "tie_word_embeddings": outer }));
+        assert_eq!(decoder_of(&value).tie_word_embeddings, is_tied, "{outer:?} {inner:?}");
+    }
+    let mistral = text(&json!({ "model_type": "mistral", "sliding_window": null }));
+    let config = decoder_of(&whole("Mistral3ForConditionalGeneration", mistral, &json!({})));
+    assert_eq!(config.architecture, Architecture::Mistral);
+    // Older files have no half.
+    let flat =
+        with(llama(), &json!({ "architectures": ["Qwen2_5_VLForConditionalGeneration"], "rope_scaling": mrope }));
+    assert_eq!(decoder_of(&flat).architecture, Architecture::Qwen2);
+    let message = parse(&whole(
+        "MllamaForConditionalGeneration",
+        text(&json!({ "model_type": "mllama_text_model" })),
+        &json!({}),
+    ))
+    .expect_err("another");
+    assert!(message.contains("text_config.model_type: \"mllama_text_model\" is not supported"), "{message}");
+    let message = parse(&with(llama(), &json!({ "rope_scaling": { "type": "mrope" } }))).expect_err("no sections");
+    assert!(message.contains("rope_scaling.type: \"mrope\" is not supported"), "{message}");
+}
+
+#[test]
+fn ministral_ends_where_queries_would_be_scaled() {
+    let rope = json!({
+        "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 512, "rope_theta": 1e6, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    });
+    let ministral = json!({ "architectures": ["Ministral3ForCausalLM"], "head_dim": 64, "rope_parameters": rope });
+    let ministral = with(llama(), &ministral);
+    let config = decoder_of(&ministral);
+    assert_eq!((config.max_position_embeddings, config.ropes[0].factor()), (512, 1.0));
+    let mut without = ministral.clone();
+    without["rope_parameters"]["llama_4_scaling_beta"] = 0.into();
+    assert_eq!(decoder_of(&without).max_position_embeddings, 8192);
+    let message = parse(&with(ministral, &json!({ "rope_parameters": null }))).expect_err("its default is YaRN");
+    assert!(message.contains("rope_parameters: missing, expected an object"), "{message}");
+}
+
+#[test]
+fn seed_oss_has_biases() {
+    let seed = with(llama(), &json!({ "architectures": ["SeedOssForCausalLM"], "head_dim": 64 }));
+    let config = decoder_of(&seed);
+    assert_eq!((config.attention_bias, config.output_bias, config.mlp_bias), (true, false, false));
+    let config = decoder_of(&with(seed, &json!({ "attention_bias": false, "attention_out_bias": true })));
+    assert_eq!((config.attention_bias, config.output_bias), (false, true));
 }
 
 #[test]
@@ -269,9 +381,11 @@ fn what_is_not_done_is_refused_by_name() {
     assert_eq!(
         refused(json!({"architectures": ["GptOssForCausalLM"]})),
         "config.json: architectures: GptOssForCausalLM is not supported; supported: Qwen3ForCausalLM, \
-         Qwen3MoeForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Gemma3ForCausalLM, \
-         SmolLM3ForCausalLM, GraniteForCausalLM, GraniteMoeForCausalLM, Phi3ForCausalLM, Olmo2ForCausalLM, Olmo3ForCausalLM, \
-         OlmoeForCausalLM, Exaone4ForCausalLM, BertModel, RobertaModel, ModernBertModel"
+         Qwen3MoeForCausalLM, Qwen2ForCausalLM, Qwen2MoeForCausalLM, LlamaForCausalLM, MistralForCausalLM, \
+         Ministral3ForCausalLM, MixtralForCausalLM, Gemma3ForCausalLM, SmolLM3ForCausalLM, GraniteForCausalLM, \
+         GraniteMoeForCausalLM, GraniteMoeSharedForCausalLM, GraniteMoeHybridForCausalLM, SeedOssForCausalLM, \
+         Phi3ForCausalLM, Olmo2ForCausalLM, Olmo3ForCausalLM, OlmoeForCausalLM, Exaone4ForCausalLM, BertModel, \
+         RobertaModel, ModernBertModel"
     );
     for (change, word) in [
         (json!({"hidden_act": "gelu"}), "hidden_act: \"gelu\""),
@@ -402,7 +516,8 @@ fn olmo_normalises_rows() {
     let three = decoder_of(&with(olmo("Olmo3ForCausalLM"), &json!({"rope_scaling": yarn, "rope_theta": 5e4})));
     assert_eq!(three.windows, [Some(4096), Some(4096), Some(4096), None]);
     let mixture = decoder_of(&with(olmo("OlmoeForCausalLM"), &json!({"num_experts": 16})));
-    let expected = Experts { n: 16, chosen: 8, intermediate_size: 640, normalise: false, layers: vec![true; 4] };
+    let expected =
+        Experts { n: 16, chosen: 8, intermediate_size: 640, normalise: false, layers: vec![true; 4], shared: None };
     assert_eq!((mixture.qk_norm, mixture.experts), (QkNorm::Rows, Some(expected)));
     let message = parse(&with(olmo("OlmoeForCausalLM"), &json!({"clip_qkv": 8.0}))).expect_err("clipped");
     assert!(message.contains("clip_qkv: 8.0 is not supported"), "{message}");
