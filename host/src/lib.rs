@@ -20,6 +20,7 @@ pub mod machine;
 pub mod memory;
 pub mod model;
 mod parallel;
+mod random;
 pub mod schedule;
 
 /// README.md, ARCHITECTURE.md and docs/kernels.md: their examples are compiled as tests.

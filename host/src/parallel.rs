@@ -1,17 +1,40 @@
 //! Work that is shared among cores.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{Builder, Scope};
 
 /// Of workers' lists: a GPU's SMs are shared among four threads; a CPU's lists are short.
 pub(crate) const LISTS: usize = 32;
 
+/// Runs `work` on a thread of its own, or here, where the system gives none.
+pub(crate) fn spawned<'scope>(scope: &'scope Scope<'scope, '_>, work: impl FnOnce() + Send + 'scope) {
+    // A builder that finds no thread drops what it was given.
+    let work = Arc::new(Mutex::new(Some(work)));
+    let taken = work.clone();
+    let run = move || {
+        let work = taken.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(work) = work {
+            work();
+        }
+    };
+    if Builder::new().spawn_scoped(scope, run).is_err()
+        && let Some(work) = work.lock().unwrap_or_else(PoisonError::into_inner).take()
+    {
+        work();
+    }
+}
+
 /// What `f` and `g` come to, one on a thread of its own.
 pub(crate) fn both<T: Send, U>(f: impl FnOnce() -> T + Send, g: impl FnOnce() -> U) -> (T, U) {
-    std::thread::scope(|scope| {
-        let f = scope.spawn(f);
-        let g = g();
-        (f.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), g)
-    })
+    let made = Mutex::new(None);
+    let g = std::thread::scope(|scope| {
+        spawned(scope, || *made.lock().unwrap_or_else(PoisonError::into_inner) = Some(f()));
+        g()
+    });
+    let Some(f) = made.into_inner().unwrap_or_else(PoisonError::into_inner) else {
+        unreachable!("a thread's panic has ended the scope")
+    };
+    (f, g)
 }
 
 /// `f` of every item and its number, on as many threads as there are cores, as long as each has `least` items, which should take longer than
@@ -32,7 +55,8 @@ pub(crate) fn side_by_side<T: Send, U: Send>(items: Vec<T>, least: usize, f: imp
         }
     };
     let mut done = std::thread::scope(|scope| {
-        let others: Vec<_> = (1..n_threads).map(|_| scope.spawn(work)).collect();
+        // What a thread that there is not would have done, others do.
+        let others: Vec<_> = (1..n_threads).map_while(|_| Builder::new().spawn_scoped(scope, work).ok()).collect();
         let mut done = work();
         for other in others {
             done.extend(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));

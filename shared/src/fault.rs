@@ -35,6 +35,21 @@ impl FaultCode {
     }
 }
 
+impl core::fmt::Display for FaultCode {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str(match self {
+            FaultCode::None => "nothing",
+            FaultCode::Timeout => "it waited in vain",
+            FaultCode::TokenOutOfRange => "a token id outside the vocabulary",
+            FaultCode::NoSuchKernel => "this build has no body for its macro kernel",
+            FaultCode::NotANumber => "every logit is NaN",
+            FaultCode::Aborted => "another worker faulted",
+            FaultCode::Panic => "it panicked",
+            FaultCode::NotWritten => "an element was not written in time",
+        })
+    }
+}
+
 /// A fault record; the first one written wins.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]

@@ -314,11 +314,12 @@ fn by_another(
     prompts: &[Vec<u32>],
     run: &Run,
     keeps_bits: bool,
+    name: &str,
 ) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
     let mut engine = super::resident(model, config)?;
     warm_up(args, &mut engine, &prompts[0])?;
     let runs = Run::several(args, &mut engine, prompts)?;
-    let mut figures = beside(&runs, run, keeps_bits, &format!("{:?}", config.cuda))?;
+    let mut figures = beside(&runs, run, keeps_bits, name)?;
     if config.cuda.mode == Mode::PerOperator {
         let compiled = engine.resident().compiled();
         figures["launches_per_step"] = operators(&compiled.image, decoding(args, compiled)).len().into();
@@ -343,6 +344,10 @@ pub(super) fn generator(
     model: &Model,
     keep: &mut dyn FnMut(&serde_json::Value) -> Outcome,
 ) -> Result<Measured, Box<dyn std::error::Error>> {
+    // The first token comes of reading the prompt; a batch leaves it to a step.
+    if args.tokens < 2 && args.batch.is_none() {
+        return Err("--tokens 1: no step between two tokens to measure, expected at least 2 without --batch".into());
+    }
     let vocab = model.config().vocab_size() as u64;
     let context = args.context.unwrap_or(CONTEXT);
     let needed = context.checked_add(args.tokens).ok_or("--context and --tokens: too many")?;
@@ -409,7 +414,7 @@ pub(super) fn generator(
     let (tasks, events) = (decode.tasks.tasks.len(), decode.counted.events.len());
     let (compile, owned) = (engine.resident().compile_time(), engine.resident().owned_bytes());
     let median = run.median();
-    let rate = read as f64 / median.max(1e-12);
+    let rate = read as f64 / median;
     let runs_on = on_gpu.as_ref().map_or_else(|| Isa::best().name().to_owned(), |gpu| gpu.info().name.clone());
     measured.figures = json!({
         "model": args.model.model.display().to_string(),
@@ -422,7 +427,7 @@ pub(super) fn generator(
         "step_ms_median": median * 1e3,
         "step_ms_p5": quantile(&run.steps, 0.05) * 1e3,
         "step_ms_p95": quantile(&run.steps, 0.95) * 1e3,
-        "tokens_per_s": n_sequences as f64 / median.max(1e-12),
+        "tokens_per_s": n_sequences as f64 / median,
         "bytes_per_step": bytes(read),
         "read_gb_per_s": rate / 1e9,
         "bandwidth_gb_per_s": bandwidth / 1e9,
@@ -445,12 +450,12 @@ pub(super) fn generator(
     }
     if let Some(alone) = alone {
         put("sequences", n_sequences.into());
-        put("tokens_per_s_each", (1.0 / median.max(1e-12)).into());
-        put("tokens_per_s_alone", (1.0 / alone.max(1e-12)).into());
-        put("times_alone", (n_sequences as f64 * alone / median.max(1e-12)).into());
+        put("tokens_per_s_each", (1.0 / median).into());
+        put("tokens_per_s_alone", (1.0 / alone).into());
+        put("times_alone", (n_sequences as f64 * alone / median).into());
     }
     // The first token's pass is the prompt's last.
-    if on_gpu.is_some() && args.tokens > 1 && args.batch.is_none() {
+    if on_gpu.is_some() && args.batch.is_none() {
         keep(&measured.figures)?;
         let loss = losses(args, &mut engine, prompt, &runs_on);
         measured.add(&["loss"], loss.map(|loss| loss.table(read_traced, bandwidth)));
@@ -465,17 +470,19 @@ pub(super) fn generator(
             measured.add(&["without", technique.name()], found);
         }
         drop(engine);
-        let way = |cuda, keeps_bits| {
-            by_another(args, model, &EngineConfig { cuda, ..config.clone() }, &prompts, run, keeps_bits)
+        let way = |cuda, keeps_bits, name: &str| {
+            by_another(args, model, &EngineConfig { cuda, ..config.clone() }, &prompts, run, keeps_bits, name)
         };
         let usual = cuda::Options { without, ..Default::default() };
         if !without.has(Technique::Flags) {
             keep(&measured.figures)?;
-            let found = way(cuda::Options { without: left_out, ..usual }, Technique::Flags.keeps_bits());
-            measured.add(&["without", Technique::Flags.name()], found);
+            let (keeps_bits, name) = (Technique::Flags.keeps_bits(), Technique::Flags.name());
+            let found = way(cuda::Options { without: left_out, ..usual }, keeps_bits, &format!("without {name}"));
+            measured.add(&["without", name], found);
         }
         keep(&measured.figures)?;
-        measured.add(&["launch_per_operator"], way(cuda::Options { mode: Mode::PerOperator, ..usual }, true));
+        let by_operator = cuda::Options { mode: Mode::PerOperator, ..usual };
+        measured.add(&["launch_per_operator"], way(by_operator, true, "a launch per operator"));
     }
     if let Some(drafts) = args.prompt_lookup {
         keep(&measured.figures)?;

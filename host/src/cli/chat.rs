@@ -23,9 +23,10 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
+    let options = GenerateOptions { reuse_prefix: true, ..args.choice.options(args.max_new_tokens) };
+    options.check()?;
     let model = args.model.open()?;
     model.decoder()?;
-    let options = GenerateOptions { reuse_prefix: true, ..args.choice.options(args.max_new_tokens) };
     args.choice.note_unused();
     note_not_applied(&model);
     let mut messages: Vec<ChatMessage> = args.system.iter().map(|text| ChatMessage::new("system", text)).collect();

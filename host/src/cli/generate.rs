@@ -93,6 +93,8 @@ impl Choice {
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
+    let options = GenerateOptions { max_time: args.max_seconds, ..args.choice.options(args.max_new_tokens) };
+    options.check()?;
     writable(args.ids_out.as_deref(), args.prompt_file.as_deref().into_iter().chain([&*args.model.model]))?;
     let prompt = match (&args.prompt, &args.prompt_file) {
         (Some(text), _) => Cow::from(text),
@@ -105,7 +107,6 @@ pub(crate) fn run(args: &Args) -> Outcome {
         true => model.encode_chat(&[ChatMessage::new("user", prompt)])?,
         false => model.encode(&prompt)?,
     };
-    let options = GenerateOptions { max_time: args.max_seconds, ..args.choice.options(args.max_new_tokens) };
     args.choice.note_unused();
     note_not_applied(&model);
     let began = Instant::now();
@@ -179,7 +180,7 @@ pub(super) fn stream(generation: &mut Generation<'_>, prompt: usize, made: &mut 
     to_stdout(out.write_all(b"\n").and_then(|()| out.flush()))
 }
 
-/// Where the time went of a run that has read `prompt` tokens and made others, on a terminal or when asked by nobody else than a person.
+/// Says on stderr where the time went of a run that has read `prompt` tokens and made others, dimmed on a terminal.
 pub(super) fn report(engine: &Engine, device: DeviceName, load: &str, prompt: usize, made: usize) {
     let dim = if std::io::stderr().is_terminal() { ("\x1b[2m", "\x1b[0m") } else { ("", "") };
     if device.is_simulated() {

@@ -27,6 +27,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use perpetua::cuda::{Gpu, GpuError};
 use perpetua::device_image::device_image;
 use perpetua::exec::cuda;
+use perpetua::graph::task::Stats;
 use perpetua::model::layout::is_spare;
 use perpetua::model::tokenizer::is_panic_caught;
 use perpetua::model::{ModelError, Quantize};
@@ -684,6 +685,26 @@ struct Rows(String);
 impl Rows {
     fn row(&mut self, what: &str, text: impl std::fmt::Display) {
         self.0.push_str(&format!("{what:16} {text}\n"));
+    }
+
+    /// What a task graph consists of.
+    fn stats(&mut self, stats: &Stats) {
+        self.row("ops", stats.ops);
+        self.row("tasks", stats.tasks);
+        self.row("events", stats.events);
+        let waits = format!("{} (median {} a task, at most {})", stats.waits, stats.median_waits, stats.max_waits);
+        self.row("waits", waits);
+        self.row("triggers", stats.triggers);
+        self.row("pairs", stats.pairs);
+        self.row("oversync", format!("{:.3}", stats.oversync));
+    }
+
+    /// How long the stages of compiling took, and all together.
+    fn stages(&mut self, stages: &[(&str, Duration)]) {
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        let each: Vec<String> = stages.iter().map(|(stage, time)| format!("{stage} {:.2} ms", ms(*time))).collect();
+        let total = stages.iter().map(|(_, time)| *time).sum();
+        self.row("compile", format!("{:.2} ms: {}", ms(total), each.join(", ")));
     }
 }
 

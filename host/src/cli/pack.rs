@@ -1,8 +1,7 @@
 //! `perpetua pack`: static memory packing of a CSV file.
 
-use super::{at_least, note, seconds, writable, write_whole};
+use super::{at_least, note, read_text, seconds, writable, write_whole};
 use std::error::Error;
-use std::fs;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -39,7 +38,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     writable([&*args.out], [&*args.input])?;
     let input = args.input.display();
-    let text = fs::read_to_string(&args.input).map_err(|error| format!("{input}: {error}"))?;
+    let text = read_text(&args.input)?;
     let table = Table::parse(&text).map_err(|error| format!("{input}: {error}"))?;
     let problem = Problem::new(table.buffers.clone(), args.capacity).map_err(|error| format!("{input}: {error}"))?;
     let began = Instant::now();
@@ -75,6 +74,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
 
     fn pack_text(text: &str, capacity: u64) -> Result<String, String> {
         let folder = tempfile::tempdir().unwrap();

@@ -4,7 +4,8 @@ use super::{Outcome, QuantizeName, Rows, at_least, bytes, plan_graph, print, wit
 use perpetua::compile::{CompileError, Compiled, Config, Program, Source, compile};
 use perpetua::engine::{decoder_sources, pass_name, passing_dtype, sentence_sources};
 use perpetua::graph::lower::Target;
-use perpetua::graph::task::{dot, json, svg};
+use perpetua::graph::task::{TaskGraph, WorkerLists, dot, json, svg};
+use perpetua::graph::threadblock::ThreadBlockGraph;
 use perpetua::machine::Machine;
 use perpetua::model::decoder::{Cache, Declared, Head, build};
 use perpetua::model::synth::{preset_config, text_presets};
@@ -71,15 +72,8 @@ pub(crate) struct Args {
     /// Operators or macro kernels whose tasks are launched just in time (models only).
     #[arg(long, value_name = "NAME", value_delimiter = ',', conflicts_with = "graph")]
     just_in_time: Vec<String>,
-    /// Write tasks, events and worker lists as JSON.
-    #[arg(long, value_name = "FILE")]
-    tasks_json: Option<PathBuf>,
-    /// Write the graph for graphviz.
-    #[arg(long, value_name = "FILE")]
-    dot: Option<PathBuf>,
-    /// Write a picture.
-    #[arg(long, value_name = "FILE")]
-    svg: Option<PathBuf>,
+    #[command(flatten)]
+    pictures: Pictures,
     /// Write the predicted run as a picture: two layers of it, on some workers (models only).
     #[arg(long, value_name = "FILE", conflicts_with = "graph")]
     timeline: Option<PathBuf>,
@@ -89,6 +83,41 @@ pub(crate) struct Args {
     /// Judge the plan with the independent checkers.
     #[arg(long)]
     check: bool,
+}
+
+/// Ways to look at tasks and events.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Pictures {
+    /// Write tasks, events and worker lists as JSON.
+    #[arg(long, value_name = "FILE")]
+    tasks_json: Option<PathBuf>,
+    /// Write the graph for graphviz.
+    #[arg(long, value_name = "FILE")]
+    dot: Option<PathBuf>,
+    /// Write a picture.
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+}
+
+impl Pictures {
+    /// Writes those that were asked for; whether any were.
+    pub(crate) fn write(
+        &self,
+        graph: &ThreadBlockGraph,
+        tasks: &TaskGraph,
+        lists: &WorkerLists,
+    ) -> Result<bool, Box<dyn std::error::Error>> {
+        if let Some(path) = &self.tasks_json {
+            write_whole(path, |file| json::write_tasks(graph, tasks, lists, file))?;
+        }
+        if let Some(path) = &self.dot {
+            write_whole(path, |file| dot::write_dot(graph, tasks, file))?;
+        }
+        if let Some(path) = &self.svg {
+            write_whole(path, |file| svg::write_svg(graph, tasks, file))?;
+        }
+        Ok([&self.tasks_json, &self.dot, &self.svg].into_iter().any(Option::is_some))
+    }
 }
 
 fn parse_target(text: &str) -> Result<Target, String> {
@@ -105,12 +134,12 @@ fn parse_target(text: &str) -> Result<Target, String> {
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let outputs = [&args.tasks_json, &args.dot, &args.svg, &args.timeline, &args.trace];
+    let Pictures { tasks_json, dot, svg } = &args.pictures;
+    let outputs = [tasks_json, dot, svg, &args.timeline, &args.trace];
     let inputs = [&args.model, &args.config, &args.graph];
     writable(outputs.into_iter().flat_map(Option::as_deref), inputs.into_iter().flat_map(Option::as_deref))?;
     if let Some(graph) = &args.graph {
-        let [tasks_json, dot, svg] = [&args.tasks_json, &args.dot, &args.svg].map(Option::as_deref);
-        return plan_graph::run(graph, args.target.n_workers, tasks_json, dot, svg, args.check);
+        return plan_graph::run(graph, args.target.n_workers, &args.pictures, args.check);
     }
     let just_in_time = args.just_in_time.clone();
     let config = Config { check: args.check, just_in_time, ..Config::new(args.target.clone()) };
@@ -118,15 +147,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let program = &compiled.programs[0];
     let planned = Planned::new(program, &args.target, args.check)?;
     print(&summary(&compiled, program, &planned, args))?;
-    if let Some(path) = &args.tasks_json {
-        write_whole(path, |file| json::write_tasks(&program.blocks, &program.tasks, &program.lists, file))?;
-    }
-    if let Some(path) = &args.dot {
-        write_whole(path, |file| dot::write_dot(&program.blocks, &program.tasks, file))?;
-    }
-    if let Some(path) = &args.svg {
-        write_whole(path, |file| svg::write_svg(&program.blocks, &program.tasks, file))?;
-    }
+    args.pictures.write(&program.blocks, &program.tasks, &program.lists)?;
     if let Some(path) = &args.timeline {
         let timeline = timeline(program, &planned, &args.target.name);
         write_whole(path, |file| timeline.write(file))?;
@@ -189,17 +210,13 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
         n if n > max => Err(format!("--{name} {n}, expected 1 to {max}, {what}")),
         n => Ok(n),
     };
-    let rows = |cache: Cache| up_to("rows", args.rows, cache.context, "what the cache is planned for (--context)");
+    let rows = |cache: &Cache| up_to("rows", args.rows, cache.context, "what the cache is planned for (--context)");
     // The rows of a pass, the cache, and what comes of it.
     let pass = |max: usize| -> Result<(usize, Cache, Head), String> {
         let context = args.context.unwrap_or(max.min(512));
         let cache = Cache::bf16(up_to("context", context, max, "the context of this model")?);
         Ok(match (args.batch, args.prompt_lookup) {
-            (None, None) => (
-                up_to("rows", args.rows, cache.context, "what the cache is planned for (--context)")?,
-                cache,
-                Head::Sample,
-            ),
+            (None, None) => (rows(&cache)?, cache, Head::Sample),
             (None, Some(n)) => ((n + 1).min(cache.context), cache, Head::Verify),
             (Some(n), _) => (n, Cache { sequences: n, ..cache }, Head::SampleEach),
         })
@@ -231,7 +248,7 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
         if model.takes_whole() {
             cache.dtype = passing_dtype(args.target.has_loaders);
         }
-        return Ok(sentence_sources(&model, &[rows(cache)?], cache)?);
+        return Ok(sentence_sources(&model, &[rows(&cache)?], cache)?);
     }
     let (rows, cache, head) = pass(max)?;
     let mut sources = decoder_sources(&model, &[rows], cache, head)?;
@@ -242,15 +259,10 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
 
 fn summary(compiled: &Compiled, program: &Program, planned: &Planned<'_>, args: &Args) -> String {
     let Planned { plan, across, within, machine, took, multiply_s } = planned;
-    let stats = &program.tasks.stats;
     let mut rows = Rows::default();
+    rows.row("program", format!("{} for {}", program.name, args.target.name));
+    rows.stats(&program.tasks.stats);
     let mut row = |what: &str, text: String| rows.row(what, text);
-    row("program", format!("{} for {}", program.name, args.target.name));
-    row("ops", program.blocks.ops.len().to_string());
-    row("tasks", program.tasks.tasks.len().to_string());
-    row("events", stats.events.to_string());
-    row("waits", format!("{} (median {} a task, at most {})", stats.waits, stats.median_waits, stats.max_waits));
-    row("triggers", stats.triggers.to_string());
     if program.arena.flagged_bytes > 0 {
         let bytes = bytes(program.arena.flagged_bytes);
         row(
@@ -258,8 +270,6 @@ fn summary(compiled: &Compiled, program: &Program, planned: &Planned<'_>, args: 
             format!("{bytes} of intermediates; the image has {} of the events", program.counted.stats.events),
         );
     }
-    row("pairs", stats.pairs.to_string());
-    row("oversync", format!("{:.3}", stats.oversync));
     let arena = &program.arena;
     row(
         "arena",
@@ -320,14 +330,11 @@ fn summary(compiled: &Compiled, program: &Program, planned: &Planned<'_>, args: 
             machine.flag_hop_s * 1e6
         ),
     );
-    let stages: Vec<String> =
-        program.stages.iter().map(|(stage, time)| format!("{stage} {:.2} ms", time.as_secs_f64() * 1e3)).collect();
-    let total: Duration = program.stages.iter().map(|(_, time)| *time).sum();
-    row("compile", format!("{:.2} ms: {}", total.as_secs_f64() * 1e3, stages.join(", ")));
+    rows.stages(&program.stages);
     if args.check {
-        row(
+        rows.row(
             "check",
-            "every overlap ordered, in the arena too; the image keeps its rules; no tile in another's way".to_owned(),
+            "every overlap ordered, in the arena too; the image keeps its rules; no tile in another's way",
         );
     }
     rows.0

@@ -1,21 +1,15 @@
 //! `perpetua plan --graph`: tasks and events of a graph of cut operators that no model file describes.
 
-use super::{Outcome, Rows, note, print, write_whole};
+use super::plan::Pictures;
+use super::{Outcome, Rows, note, print, read_text};
 use perpetua::compile::CompileError;
-use perpetua::graph::task::{self, TaskClass, Violation, dot, json, svg};
+use perpetua::graph::task::{self, TaskClass, Violation, json};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Reads the graph, finds tasks, events and worker lists for `n_workers`, judges them if asked to, and writes what is
 /// wanted; figures go to stdout.
-pub(crate) fn run(
-    graph_path: &Path,
-    n_workers: u32,
-    tasks_json: Option<&Path>,
-    dot: Option<&Path>,
-    svg: Option<&Path>,
-    check: bool,
-) -> Outcome {
+pub(crate) fn run(graph_path: &Path, n_workers: u32, pictures: &Pictures, check: bool) -> Outcome {
     let name = graph_path.display();
     let mut stages: Vec<(&str, Duration)> = Vec::new();
     let mut clock = Instant::now();
@@ -23,7 +17,7 @@ pub(crate) fn run(
         stages.push((name, clock.elapsed()));
         clock = Instant::now();
     };
-    let text = std::fs::read_to_string(graph_path).map_err(|error| format!("{name}: {error}"))?;
+    let text = read_text(graph_path)?;
     let described = json::read_described(&text).map_err(|error| format!("{name}: {error}"))?;
     for field in &described.ignored {
         note(&format!("{name}: {field} is not understood, and ignored"));
@@ -48,37 +42,18 @@ pub(crate) fn run(
         }
         stage("check");
     }
-    if let Some(path) = tasks_json {
-        write_whole(path, |out| json::write_tasks(graph, &tasks, &workers, out))?;
-    }
-    if let Some(path) = dot {
-        write_whole(path, |out| dot::write_dot(graph, &tasks, out))?;
-    }
-    if let Some(path) = svg {
-        write_whole(path, |out| svg::write_svg(graph, &tasks, out))?;
-    }
-    if tasks_json.or(dot).or(svg).is_some() {
+    if pictures.write(graph, &tasks, &workers)? {
         stage("write");
     }
 
     let stats = &tasks.stats;
     let mut rows = Rows::default();
-    let mut row = |what: &str, text: String| rows.row(what, text);
-    row("ops", stats.ops.to_string());
-    row("tasks", stats.tasks.to_string());
-    row("events", stats.events.to_string());
-    row("waits", format!("{} (median {} a task, at most {})", stats.waits, stats.median_waits, stats.max_waits));
-    row("triggers", stats.triggers.to_string());
-    row("pairs", stats.pairs.to_string());
-    row("oversync", format!("{:.3}", stats.oversync));
-    row("edges", format!("{} between operators, {} of them implied by others", stats.edges, stats.implied_edges));
-    row("workers", n_workers.to_string());
-    let times: Vec<String> =
-        stages.iter().map(|(stage, time)| format!("{stage} {:.2} ms", time.as_secs_f64() * 1e3)).collect();
-    let total: Duration = stages.iter().map(|(_, time)| *time).sum();
-    row("compile", format!("{:.2} ms: {}", total.as_secs_f64() * 1e3, times.join(", ")));
+    rows.stats(stats);
+    rows.row("edges", format!("{} between operators, {} of them implied by others", stats.edges, stats.implied_edges));
+    rows.row("workers", n_workers);
+    rows.stages(&stages);
     if check {
-        row("check", "every overlap ordered, no wait without need, the worker lists run to their end".to_owned());
+        rows.row("check", "every overlap ordered, no wait without need, the worker lists run to their end");
     }
     print(&rows.0)
 }

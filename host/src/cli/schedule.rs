@@ -1,8 +1,7 @@
 //! `perpetua schedule`: the feasible memory scheduler on a plain graph.
 
-use super::{note, writable, write_whole};
+use super::{note, read_text, writable, write_whole};
 use std::error::Error;
-use std::fs;
 use std::path::PathBuf;
 
 use perpetua::schedule::plain;
@@ -34,7 +33,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     writable([&*args.out], [&*args.input])?;
     let input = args.input.display();
-    let text = fs::read_to_string(&args.input).map_err(|error| format!("{input}: {error}"))?;
+    let text = read_text(&args.input)?;
     let graph = plain::json::parse_graph(&text).map_err(|error| format!("{input}: {error}"))?;
     let schedule = plain::schedule(&graph);
     if let Err(violations) = plain::check::check(&graph, &schedule) {
@@ -59,6 +58,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
 
     fn schedule_text(text: &str) -> Result<String, String> {
         let folder = tempfile::tempdir().unwrap();

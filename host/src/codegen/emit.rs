@@ -37,18 +37,6 @@ pub fn emit(file: &File, plans: &[Plan]) -> String {
     )
 }
 
-/// The same text without what rustfmt may change: spaces, line breaks, commas before a closing bracket.
-pub fn without_layout(text: &str) -> String {
-    let mut bare = String::new();
-    for c in text.chars().filter(|c| !c.is_whitespace()) {
-        if matches!(c, ')' | ']' | '}') && bare.ends_with(',') {
-            bare.pop();
-        }
-        bare.push(c);
-    }
-    bare
-}
-
 struct Emitter<'a, 'b> {
     plan: &'a Plan,
     text: String,

@@ -198,7 +198,7 @@ impl Gpu {
 
     /// The device of a context the program already has: `context` is a `CUcontext`, `stream` a `CUstream` of it, on which the
     /// kernel is launched; null for a stream of the engine's own. Crates such as cudarc and cust give both
-    /// (`CudaContext::cu_ctx`, `CudaStream::cu_stream`; `Context::get_inner`, `Stream::as_inner`).
+    /// (`CudaContext::cu_ctx`, `CudaStream::cu_stream`; `Context::as_raw`, `Stream::as_inner`).
     ///
     /// # Errors
     /// A device that cannot run this build's code, or a driver that refuses the handles.

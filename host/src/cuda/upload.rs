@@ -8,6 +8,7 @@
 
 use super::Gpu;
 use super::driver::{CudaError, DevicePtr, Pinned, Stream};
+use crate::parallel::spawned;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
 
@@ -74,7 +75,7 @@ pub(crate) unsafe fn upload(
     std::thread::scope(|scope| {
         for number in 0..n_threads {
             let (parts, next, sender, buffers) = (&parts, &next, sender.clone(), &buffers);
-            scope.spawn(move || {
+            spawned(scope, move || {
                 let outcome = worker(parts, next, buffers, number, &sender);
                 if let Err(error) = outcome {
                     // The others stop at their next part; the receiver is there as long as any sender.

@@ -244,8 +244,10 @@ impl<'a> BatchGeneration<'a> {
             let waiting = waiting.filter(|(at, followed)| resident.produced_of(*at) as usize > followed.made.taken);
             let Some((at, followed)) = waiting.min_by_key(|(_, followed)| followed.n_made) else { return Ok(None) };
             let before = followed.made.taken;
-            let token = followed.made.take(resident, before as u32 + 1)?;
+            let token = followed.made.take(resident, before as u32 + 1);
+            // It has been taken, whether it can be put into words or not.
             followed.n_made += followed.made.taken - before;
+            let token = token?;
             let end = followed.made.end.or_else(|| followed.end(self.context));
             self.ready.extend(token.map(|token| (followed.number, token)));
             if end == Some(End::StopString) {

@@ -41,7 +41,7 @@ pub fn passing_dtype(for_gpu: bool) -> DType {
 }
 
 impl Embedder {
-    /// Compiles `model` and starts its workers. [`EngineConfig::max_context`] and [`EngineConfig::exact`] are for decoders: an encoder,
+    /// Compiles `model` and starts its workers. [`EngineConfig::max_context`] and [`EngineConfig::prompt_precision`] are for decoders: an encoder,
     /// which has no KV cache, takes the longest input it was made for, and sees it at once.
     ///
     /// # Errors

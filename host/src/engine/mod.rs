@@ -52,7 +52,8 @@ pub struct Model {
 }
 
 impl Model {
-    /// Opens the model in folder `dir`: its configuration now, tokenizer and weights when they are first needed. Weights are mapped, not
+    /// Opens the model in folder `dir`: its configuration now, tokenizer and weights when they are first needed (of a tied head the weights now, which say
+    /// whether it is). Weights are mapped, not
     /// copied: their files must not be changed as long as there is a clone of this or an engine with it. Truncating one ends the process
     /// (SIGBUS).
     ///
@@ -300,7 +301,7 @@ pub struct GenerateOptions {
     pub stop_strings: Vec<String>,
     /// Do not read again what the prompt begins with if the generation before, of this engine, has read or made the same: the next turn of a
     /// conversation then takes as long as what is new in it. But for the order of sums nothing changes: on the CPU, where prompts are read
-    /// [exactly](EngineConfig::exact), not a bit; elsewhere tokens that were made have been rounded as made, not as read. In a batch
+    /// [exactly](PromptPrecision::Exact), not a bit; elsewhere tokens that were made have been rounded as made, not as read. In a batch
     /// it is about the cache that a sequence [gets](BatchGeneration::add), and what another has left there.
     ///
     /// ```no_run
@@ -348,7 +349,11 @@ impl GenerateOptions {
         self.max_time.and_then(|time| Instant::now().checked_add(time))
     }
 
-    fn check(&self) -> Result<(), EngineError> {
+    /// Judges what needs no model to be judged: [`Engine::generate`] does, and whoever would rather know it before a model is loaded.
+    ///
+    /// # Errors
+    /// An option, as given, and what is expected.
+    pub fn check(&self) -> Result<(), EngineError> {
         if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
             return Err(EngineError::option("temperature", self.temperature, "0 (greedy) or a positive number"));
         }
@@ -664,7 +669,7 @@ impl Engine {
     /// Starts a generation from each of `prompts`, all decoded together: every pass over the weights makes a token for each
     /// of them. They are numbered as given; sequence `s` draws with the seed `options.seed + s`, and its tokens are those
     /// that [`Engine::generate`] makes from its prompt with that seed, on the CPU, to the bit where prompts are read
-    /// [exactly](EngineConfig::exact); on a GPU passes of several rows round what they multiply to bf16. Dropping the iterator stops the run.
+    /// [exactly](PromptPrecision::Exact); on a GPU passes of several rows round what they multiply to bf16. Dropping the iterator stops the run.
     ///
     /// ```no_run
     /// # use perpetua::{Engine, EngineConfig, GenerateOptions, Model};

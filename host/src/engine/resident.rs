@@ -134,7 +134,8 @@ impl Resident {
     fn check_pass(&self, program: ProgramId, rows: u32, tokens: usize) -> Result<(), RunError> {
         check_pass(&self.compiled.image, program, rows)?;
         let buffer = self.compiled.bindings.iter().find(|binding| binding.kind == BindingKind::Tokens);
-        let room = buffer.map_or(0, |buffer| buffer.bytes as usize / size_of::<u32>());
+        let Some(buffer) = buffer else { unreachable!("every image has one") };
+        let room = buffer.bytes as usize / size_of::<u32>();
         if tokens > room {
             let expected = format!("{room} at most, which the token buffer has room for");
             return Err(RunError::Pass { given: format!("{tokens} tokens"), expected });

@@ -107,7 +107,7 @@ pub struct Cuda {
     device: Device,
     /// The bindings of these kinds.
     control: usize,
-    tokens: Option<usize>,
+    tokens: usize,
     launches: Launches,
     stop_word: StopWord,
     mailbox: Mailbox,
@@ -150,10 +150,11 @@ impl Cuda {
         let mut resources = Resources::new(gpu.clone());
         let function = launch::kernel(&mut resources, options.mode)?;
         let mut device = Device::new(resources, layout)?;
-        let control = device.find(|room| room.kind == BindingKind::Control);
-        let control = control.expect("every image has a control block: `compile` adds it");
-        let tokens = device.find(|room| room.kind == BindingKind::Tokens);
-        let places = tokens.map_or(0, |tokens| device.bytes_of(tokens) as usize / 4);
+        let [control, tokens] = [BindingKind::Control, BindingKind::Tokens].map(|kind| {
+            let found = device.find(|room| room.kind == kind);
+            found.expect("every image has one of each: `compile` adds it, and `image::check` judges that")
+        });
+        let places = device.bytes_of(tokens) as usize / 4;
         let stop_word = StopWord::new(&mut device)?;
         let mailbox = Mailbox::new(&mut device, &view, places)?;
         let positions = Positions::new(&mut device, view.n_workers, &options)?;
@@ -231,7 +232,7 @@ impl Cuda {
 
     /// Tokens of the buffer that a sequence has.
     fn tokens_of_sequence(&self) -> usize {
-        self.tokens.map_or(0, |tokens| self.image.part_bytes(tokens) as usize / 4)
+        self.image.part_bytes(self.tokens) as usize / 4
     }
 
     /// Launches a run; that of the stopper `before` was the last.
@@ -383,7 +384,7 @@ impl Executor for Cuda {
 
     fn set_tokens(&mut self, position: usize, tokens: &[u32]) {
         self.wait();
-        let buffer = self.tokens.expect("a graph with tokens");
+        let buffer = self.tokens;
         let end = 4 * (position + tokens.len()) as u64;
         assert!(end <= self.device.bytes_of(buffer), "tokens must fit the token buffer");
         self.mailbox.seen().set_tokens(position, tokens);

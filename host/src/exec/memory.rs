@@ -362,7 +362,7 @@ impl Memory {
     }
 
     /// Tokens the buffer holds.
-    pub fn token_capacity(&self) -> usize {
+    fn token_capacity(&self) -> usize {
         (self.descs[self.tokens].bytes / 4) as usize
     }
 

@@ -238,7 +238,8 @@ impl RunError {
                 let missing = format!("operand `{operand}` has elements without flag {}, this pass's", fault.expected);
                 RunError::Stalled { worker, task, missing, others: String::new() }
             }
-            code => RunError::Defect { task, worker, what: format!("{code:?}") },
+            Some(code) => RunError::Defect { task, worker, what: code.to_string() },
+            None => RunError::Defect { task, worker, what: format!("a fault of no known kind: {fault:?}") },
         }
     }
 }

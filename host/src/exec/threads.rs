@@ -481,7 +481,8 @@ fn resident(shared: &Shared, worker: WorkerId, core: Option<usize>) {
         let n_slots = queue::slots(view.max_just_in_time());
         let ahead = Cell::new(Ahead::default());
         let mut waiting = Waiting { shared, view, n_slots, ahead: &ahead, waited: Cell::new(Duration::ZERO) };
-        let mut body = CpuBody { shared, view, ahead: &ahead, scratch: &mut scratch };
+        let running = Cell::new(u32::MAX);
+        let mut body = CpuBody { shared, view, ahead: &ahead, scratch: &mut scratch, running: &running };
         let started = shared.iteration.load(Ordering::Relaxed);
         let outcome = catch_unwind(AssertUnwindSafe(|| worker::run(&view, worker, started, &waiting, &mut body)));
         let fault = match outcome {
@@ -490,7 +491,10 @@ fn resident(shared: &Shared, worker: WorkerId, core: Option<usize>) {
                 None
             }
             Ok(Err(fault)) => Some(fault),
-            Err(_) => Some(Fault { worker: worker.0, ..Fault::new(FaultCode::Panic, 0, 0, 0) }),
+            Err(_) => {
+                let fault = Fault::new(FaultCode::Panic, 0, 0, 0);
+                Some(Fault { task: running.get(), worker: worker.0, ..fault })
+            }
         };
         if let Some(fault) = fault {
             let mut first = lock(&shared.fault);
@@ -666,6 +670,8 @@ struct CpuBody<'a> {
     view: ImageView<'a>,
     ahead: &'a Cell<Ahead>,
     scratch: &'a mut Scratch,
+    /// The task whose turn it is, for whoever finds that its body has panicked.
+    running: &'a Cell<u32>,
 }
 
 impl Body for CpuBody<'_> {
@@ -676,6 +682,7 @@ impl Body for CpuBody<'_> {
     }
 
     fn run(&mut self, id: TaskId, task: &TaskDesc, step: &Step, _: u32) -> Result<(), Fault> {
+        self.running.set(id.0);
         if let Some(seed) = self.shared.options.dawdle {
             dawdle(seed, id, step.iteration);
         }

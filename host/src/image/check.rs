@@ -181,8 +181,12 @@ impl Judge<'_> {
                     format!("starts at task and event {first:?}, expected {next:?}"),
                 );
             }
-            if program.max_rows == 0 || program.kind > VERIFIES {
-                self.report(format_args!("p{number}"), "takes no rows, or a flag is not 0 to 3".to_owned());
+            if program.max_rows == 0 {
+                self.report(format_args!("p{number}"), "takes no rows".to_owned());
+            }
+            if program.kind > VERIFIES {
+                let what = format!("is of kind {}, expected 0 to {VERIFIES}", program.kind);
+                self.report(format_args!("p{number}"), what);
             }
             if program.kind == EVERY_SEQUENCE && program.max_rows as usize > MAX_SEQUENCES {
                 let what = format!("is for {} sequences, expected at most {MAX_SEQUENCES}", program.max_rows);

@@ -77,7 +77,7 @@ impl Parts {
 ///
 /// # Errors
 /// The rules the parts break.
-#[allow(unsafe_code)] // A promise that others rely on; nothing here does.
+#[allow(unsafe_code, reason = "a promise that executors rely on; nothing here does")]
 pub unsafe fn encode(parts: &Parts) -> Result<Image, ImageError> {
     encode_ordered(parts)
 }

@@ -189,7 +189,7 @@ impl Image {
     ///
     /// # Errors
     /// What is wrong with the bytes.
-    #[allow(unsafe_code)] // A promise that others rely on; nothing here does.
+    #[allow(unsafe_code, reason = "a promise that executors rely on; nothing here does")]
     pub unsafe fn decode(bytes: &[u8]) -> Result<Image, ImageError> {
         if bytes.len() < size_of::<ImageHeader>() || !bytes.len().is_multiple_of(8) {
             return Err(ImageError::Format(format!(

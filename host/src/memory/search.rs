@@ -38,6 +38,7 @@
 //! the load still to be placed (a hundredfold on the hardest of minimalloc's benchmarks). Run times are heavy-tailed in the ranking, so several rankings take turns with limits
 //! on the nodes that double each round; any of them may find a placement or finish the proof.
 
+use crate::random::split_mix;
 use std::cmp::Reverse;
 use std::time::Instant;
 
@@ -185,7 +186,7 @@ impl World {
         let scales: Vec<u64> = (0..self.buffers.len())
             .map(|_| match shake {
                 None => 1024,
-                Some(_) => 1024 + random(&mut state) % 512,
+                Some(_) => 1024 + split_mix(&mut state) % 512,
             })
             .collect();
         let key = |i: usize, key: Key| -> u128 {
@@ -214,15 +215,6 @@ impl World {
 /// The smallest range of slots that covers both.
 fn hull(a: (u32, u32), b: (u32, u32)) -> (u32, u32) {
     (a.0.min(b.0), a.1.max(b.1))
-}
-
-/// SplitMix64 (Steele, Lea and Flood, 2014): enough to shake a ranking, and the same everywhere.
-fn random(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let mut z = *state;
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 enum Outcome {

@@ -465,6 +465,7 @@ mod tests {
             ),
             ("{{ {'b': [1, 2], 'a': 2} | tojson(separators=(',', ':')) }}", r#"{"b":[1,2],"a":2}"#),
             ("{{ [1, [2]] | tojson(indent='-') }}", "[\n-1,\n-[\n--2\n-]\n]"),
+            ("{{ [1] | tojson(indent=-1) }}", "[\n1\n]"),
             ("{{ [1e20, 1e-7, 1.0, 12.5, 1e15] | tojson }}", "[1e+20, 1e-07, 1.0, 12.5, 1000000000000000.0]"),
             (
                 "{{ 'abc'.removeprefix('a') }}{{ 'abc'.removesuffix('c') }}{{ 'abc'.removeprefix('x') }}{{ 'abc'.removesuffix('') }}",

@@ -25,6 +25,9 @@ pub enum ModelError {
         /// What the system said.
         source: std::io::Error,
     },
+    /// The system gives no threads.
+    #[error("cannot start a thread: {}", plain(.0))]
+    Threads(std::io::Error),
     /// A file the folder must hold is not there.
     #[error("{}: no {what}", dir.display())]
     Absent {

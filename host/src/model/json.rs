@@ -30,11 +30,13 @@ pub(crate) fn read_bytes(path: &Path, max_bytes: u64) -> Result<Vec<u8>, ModelEr
     std::fs::read(path).map_err(|e| ModelError::read(path, e))
 }
 
-/// `DIR: no FILE`.
+/// `DIR: no FILE`, or of a file alone that there is none.
 pub(crate) fn absent(path: &Path) -> ModelError {
-    ModelError::Absent {
-        dir: path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned(),
-        what: path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into_owned()),
+    match (path.parent().filter(|dir| !dir.as_os_str().is_empty()), path.file_name()) {
+        (Some(dir), Some(name)) => {
+            ModelError::Absent { dir: dir.to_owned(), what: name.to_string_lossy().into_owned() }
+        }
+        _ => ModelError::read(path, std::io::ErrorKind::NotFound.into()),
     }
 }
 

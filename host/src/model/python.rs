@@ -172,9 +172,10 @@ fn tojson(value: Value, args: Rest<Value>) -> Result<String, Error> {
     let indent = match given(1, "indent")? {
         None => None,
         Some(text) if text.as_str().is_some() => text.as_str().map(str::to_owned),
-        // Python takes a negative number as none.
         Some(width) => {
-            let width = usize::try_from(width).map_err(|_| wrong("tojson: indent: expected a number"))?;
+            let width = i64::try_from(width).map_err(|_| wrong("tojson: indent: expected a number"))?;
+            // Python breaks lines, and indents by nothing, where it is negative.
+            let width = usize::try_from(width).unwrap_or(0);
             Some(" ".repeat(check_width(width)?))
         }
     };

@@ -40,8 +40,8 @@ pub struct SentenceConfig {
     pub prompts: Vec<(String, String)>,
     /// The one that is put before a sentence unless told otherwise.
     pub default_prompt: Option<String>,
-    /// Whether a prompt's tokens are pooled, too.
-    pub pools_prompt: bool,
+    /// Which file says that a prompt's tokens are not pooled; `None`: they are.
+    pub prompt_left_out_by: Option<PathBuf>,
     /// How many of the result's elements are kept, the first ones, which are not scaled again; `None`: all.
     pub truncate_dim: Option<usize>,
     /// The vectors' length as the pooling's configuration has it, to be checked against the encoder's.
@@ -105,7 +105,7 @@ impl SentenceConfig {
             lower_case: false,
             prompts: no_prompts(),
             default_prompt: None,
-            pools_prompt: true,
+            prompt_left_out_by: None,
             truncate_dim: None,
             dim: None,
         };
@@ -179,7 +179,7 @@ impl SentenceConfig {
             Some(dim) => Some(dim),
             None => fields.whole("embedding_dimension", 1..=1 << 20)?,
         };
-        self.pools_prompt = fields.flag("include_prompt")?.unwrap_or(true);
+        self.prompt_left_out_by = fields.flag("include_prompt")?.filter(|pools| !pools).map(|_| path.to_owned());
         Ok(())
     }
 
@@ -319,9 +319,11 @@ impl SentenceConfig {
             return Err(ModelError::Prompt { given: name.to_owned(), known });
         };
         // Mean and first token would be those after the prompt's. The last one is the same.
-        if !self.pools_prompt && self.pooling != Pooling::LastToken && !prompt.is_empty() {
-            let path = self.transformer_dir.join("modules.json");
-            return Err(ModelError::unsupported(&path, "include_prompt", "false", "true where there is a prompt"));
+        if let Some(path) = &self.prompt_left_out_by
+            && self.pooling != Pooling::LastToken
+            && !prompt.is_empty()
+        {
+            return Err(ModelError::unsupported(path, "include_prompt", "false", "true where there is a prompt"));
         }
         Ok(prompt)
     }
@@ -420,7 +422,7 @@ mod tests {
                 lower_case: false,
                 prompts: no_prompts(),
                 default_prompt: None,
-                pools_prompt: true,
+                prompt_left_out_by: None,
                 truncate_dim: None,
                 dim: Some(384),
             }
@@ -528,7 +530,7 @@ mod tests {
         assert_eq!(message, "prompt passage: the model has none of this name, expected one of query, document");
         let mut without = usual(&prompts);
         without[1].1 = json!({"pooling_mode_mean_tokens": true, "include_prompt": false});
-        assert!(refusal(&without).contains("include_prompt"));
+        assert!(refusal(&without).contains("1_Pooling/config.json: include_prompt: false"));
         prompts["default_prompt_name"] = "other".into();
         assert!(refusal(&usual(&prompts)).contains("default_prompt_name"));
         prompts["default_prompt_name"] = Value::Null;

@@ -22,7 +22,7 @@ pub(super) struct Mailbox {
 }
 
 impl Mailbox {
-    /// For an image whose token buffer has `places`, none in a graph without tokens, which has passes that read rows of something else.
+    /// For an image whose token buffer has so many `places`, be it of a graph whose passes read rows of something else.
     pub(super) fn new(device: &mut Device, view: &ImageView<'_>, places: usize) -> Result<Mailbox, CudaError> {
         let n_mail = view.programs.iter().map(|program| program.max_rows as usize).max().unwrap_or(0).max(places) + 1;
         let memory = device.resources.pinned(n_mail * size_of::<Mail>())?;

@@ -44,7 +44,11 @@ pub(super) enum Verdict {
 impl Patience {
     /// With kernels whose waits are no longer than `timeout`.
     pub(super) fn new(timeout: Duration) -> Patience {
-        Patience { limit: 4 * timeout + Duration::from_secs(2), silence: None, gave_up: None }
+        Patience {
+            limit: timeout.saturating_mul(4).saturating_add(Duration::from_secs(2)),
+            silence: None,
+            gave_up: None,
+        }
     }
 
     /// A run begins.

@@ -143,11 +143,14 @@ pub fn read_described(text: &str) -> Result<Described, GraphError> {
             let Some(tensor) = by_name.get(access.tensor.as_str()) else {
                 return Err(fail(format!("there is no tensor {}", access.tensor)));
             };
+            let wrong = |given, expected| fail(format!("tensor {}: kind {given}, expected {expected}", access.tensor));
             let kind = match (kind, access.kind.as_deref()) {
                 (AccessKind::Write, Some("add")) => AccessKind::ReduceAdd,
                 (AccessKind::Write, Some("update")) => AccessKind::ReadWrite,
-                (AccessKind::Write, None | Some("write")) | (_, None | Some("read")) => kind,
-                (_, Some(other)) => return Err(fail(format!("tensor {}: no such kind: {other}", access.tensor))),
+                (AccessKind::Write, None | Some("write")) => AccessKind::Write,
+                (AccessKind::Write, Some(other)) => return Err(wrong(other, "write, add or update of a write")),
+                (_, None | Some("read")) => AccessKind::Read,
+                (_, Some(other)) => return Err(wrong(other, "read of a read")),
             };
             let map = read_map(access.map.as_deref().unwrap_or(&[]))
                 .map_err(|e| fail(format!("the map of tensor {}: {e}", access.tensor)))?;
@@ -290,7 +293,7 @@ fn read_tensor(text: &TensorText, base: Option<DTensor>, table: &mut TensorTable
     };
     let dtype = match &text.dtype {
         None => None,
-        Some(name) => Some(DType::ALL.into_iter().find(|d| d.name() == name).ok_or_else(|| {
+        Some(name) => Some(DType::from_name(name).ok_or_else(|| {
             let known = DType::ALL.map(DType::name).join(", ");
             fail(format!("its dtype is {name}, expected one of {known}"))
         })?),
@@ -407,6 +410,20 @@ mod tests {
 
     fn read_graph(text: &str) -> Result<ThreadBlockGraph, GraphError> {
         read_described(text).map(|described| described.graph)
+    }
+
+    #[test]
+    fn kinds_are_those_of_their_side() {
+        let read = r#""reads": [{"tensor": "x", "#;
+        let write = r#""writes": [{"tensor": "q", "#;
+        for (side, kind, expected) in [
+            (write, "read", "op linear: tensor q: kind read, expected write, add or update of a write"),
+            (read, "add", "op linear: tensor x: kind add, expected read of a read"),
+        ] {
+            let text = EXAMPLE.replace(side, &format!(r#"{side}"kind": "{kind}", "#));
+            let message = read_graph(&text).expect_err(expected).to_string();
+            assert!(message.ends_with(&expected["op linear: ".len()..]), "{message}");
+        }
     }
 
     #[test]

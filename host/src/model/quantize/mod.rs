@@ -22,6 +22,7 @@ use super::config::ModelConfig;
 use super::error::ModelError;
 use super::layout::{Role, TensorSpec};
 use super::weights::{TensorView, Weights};
+use crate::parallel::spawned;
 
 /// How weights are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -173,7 +174,7 @@ fn matrix(view: &TensorView<'_>, dtype: DType, out: &mut [u8], release: &(dyn Fn
         let parts = out.chunks_mut(per_thread * out_bytes).zip(view.bytes.chunks(per_thread * row_bytes));
         for (part, (out, bytes)) in parts.enumerate() {
             let bad = &bad;
-            scope.spawn(move || {
+            spawned(scope, move || {
                 let mut wide = vec![0f32; k];
                 let pieces = out.chunks_mut(piece * out_bytes).zip(bytes.chunks(piece * row_bytes));
                 for (number, (out, bytes)) in pieces.enumerate() {

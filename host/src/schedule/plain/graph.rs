@@ -143,28 +143,33 @@ impl Graph {
         if n_ops >= 1 << 31 {
             return Err(GraphError::TooManyOps { n_ops });
         }
-        let (mut total_bytes, mut total_cycles) = (0u64, 0u64);
+        let over = |op: &Op, what| GraphError::Overflow { op: op.name.clone(), what, limit: MAX_TOTAL };
+        let mut total_bytes = 0u64;
         for op in &mut ops {
             op.inputs.sort_unstable();
             op.inputs.dedup();
             if let Some(&input) = op.inputs.last().filter(|&&input| input as usize >= n_ops) {
                 return Err(GraphError::UnknownInput { op: op.name.clone(), input, n_ops });
             }
-            let over = |what| GraphError::Overflow { op: op.name.clone(), what, limit: MAX_TOTAL };
             let padded = op.bytes.checked_next_multiple_of(alignment).unwrap_or(u64::MAX);
             total_bytes = total_bytes.saturating_add(padded);
-            total_cycles = total_cycles.saturating_add(op.cycles).saturating_add(op.spill_cycles);
             if total_bytes > MAX_TOTAL {
-                return Err(over("padded bytes"));
-            }
-            if total_cycles > MAX_TOTAL {
-                return Err(over("cycles and spill cycles"));
+                return Err(over(op, "padded bytes"));
             }
         }
         let mut consumer_starts = vec![0u32; n_ops + 1];
         for op in &ops {
             for &input in &op.inputs {
                 consumer_starts[input as usize + 1] += 1;
+            }
+        }
+        // An output may be saved and brought back once for each of its users, and once more at the end.
+        let mut total_cycles = 0u64;
+        for (op, users) in ops.iter().zip(&consumer_starts[1..]) {
+            let spills = op.spill_cycles.saturating_mul(2 * (u64::from(*users) + 1));
+            total_cycles = total_cycles.saturating_add(op.cycles).saturating_add(spills);
+            if total_cycles > MAX_TOTAL {
+                return Err(over(op, "cycles, and those of spilling for each user and at the end, there and back,"));
             }
         }
         for op in 0..n_ops {
@@ -316,6 +321,14 @@ mod tests {
         assert_eq!(two, "op `b`: padded bytes sum to more than 4503599627370496 up to here");
         let message = Graph::new(9, MAX_TOTAL + 1, vec![]).unwrap_err().to_string();
         assert_eq!(message, "alignment is 4503599627370497, expected at most 4503599627370496");
+        // Spilled for each of its users, as it may be, it would take longer than there are numbers.
+        let mut often: Vec<Op> = [&[][..], &[0], &[0], &[0]].map(|inputs| op("a", 1, inputs)).to_vec();
+        often[0].spill_cycles = MAX_TOTAL / 7;
+        assert!(Graph::new(9, 1, often[..1].to_vec()).is_ok());
+        let message = Graph::new(9, 1, often.clone()).map(|_| ()).unwrap_err().to_string();
+        assert!(message.starts_with("op `a`: cycles, and those of spilling for each user"), "{message}");
+        often[0].spill_cycles = u64::MAX;
+        assert!(matches!(Graph::new(9, 1, often), Err(GraphError::Overflow { .. })));
     }
 
     #[test]

@@ -42,6 +42,7 @@ mod run;
 
 pub use graph::{Graph, GraphError, Kind, Op};
 
+use crate::random::split_mix;
 use run::{Policy, Preference, Run, Start, Trace};
 
 /// When an op runs and where its output first lies.
@@ -97,40 +98,6 @@ pub struct Schedule {
     /// The makespan of the best run without prefetch, and without spills where the schedule has none; of the schedule
     /// itself, where all such runs spill.
     pub without_prefetch_makespan: u64,
-}
-
-/// One line of the record a schedule leaves: what an engine did and what was free meanwhile.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Record {
-    /// Whose op or output.
-    pub op: u32,
-    /// What was done.
-    pub action: Action,
-    /// In cycles.
-    pub start: u64,
-    /// In cycles.
-    pub end: u64,
-    /// First byte of the output.
-    pub offset: u64,
-    /// Its bytes.
-    pub bytes: u64,
-    /// Bytes that nothing held at `start`.
-    pub free_bytes: u64,
-}
-
-/// The kinds of [`Record`]s.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Action {
-    /// An op as it stands in the graph.
-    Run,
-    /// A data op brought in ahead of its need.
-    Prefetch,
-    /// An output saved.
-    SpillWrite,
-    /// An output dropped without being saved.
-    Drop,
-    /// An output brought back.
-    SpillRead,
 }
 
 /// Graphs up to this size are given several rankings.
@@ -229,13 +196,7 @@ fn improve(graph: &Graph, start: &Start, best: &mut Attempt, bound: u64) {
     let n = graph.ops.len();
     let mut order = best.trace.compute_order.clone();
     let mut state = 0x5eed;
-    let mut random = |below: usize| {
-        // SplitMix64 (Steele, Lea and Flood, 2014).
-        state = u64::wrapping_add(state, 0x9e37_79b9_7f4a_7c15);
-        let z = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) as usize % below
-    };
+    let mut random = |below: usize| split_mix(&mut state) as usize % below;
     if order.len() < 2 {
         return;
     }
@@ -290,39 +251,6 @@ fn tail_ranks(graph: &Graph) -> Vec<u32> {
 }
 
 impl Schedule {
-    /// What the engines did, in time order.
-    pub fn records(&self, graph: &Graph) -> Vec<Record> {
-        let mut is_prefetched = vec![false; graph.ops.len()];
-        for edge in &self.prefetch_edges {
-            is_prefetched[edge.data as usize] = true;
-        }
-        let mut records = Vec::with_capacity(self.ops.len() + 2 * self.spills.len());
-        let mut push = |op: u32, action, start, end, offset| {
-            let bytes = graph.ops[op as usize].bytes;
-            records.push(Record { op, action, start, end, offset, bytes, free_bytes: 0 });
-        };
-        for (op, placed) in (0u32..).zip(&self.ops) {
-            let action = if is_prefetched[op as usize] { Action::Prefetch } else { Action::Run };
-            push(op, action, placed.start, placed.end, placed.offset);
-        }
-        for spill in &self.spills {
-            let is_drop = spill.write_start == spill.write_end;
-            let action = if is_drop { Action::Drop } else { Action::SpillWrite };
-            push(spill.op, action, spill.write_start, spill.write_end, spill.offset);
-            push(spill.op, Action::SpillRead, spill.read_start, spill.read_end, spill.offset);
-        }
-        records.sort_by_key(|record| (record.start, record.end, record.op, record.action));
-        let mut changes = self.changes(graph).into_iter().peekable();
-        let mut held = 0;
-        for record in &mut records {
-            while let Some((_, change)) = changes.next_if(|&(time, _)| time <= record.start) {
-                held += change;
-            }
-            record.free_bytes = graph.capacity_bytes - held as u64;
-        }
-        records
-    }
-
     /// When how many bytes begin or cease to be held: in time order, and of one time those that cease first.
     ///
     /// Each engine runs its ops mostly in the order of the list, so what is pushed is a few ascending runs, which a stable
