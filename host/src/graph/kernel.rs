@@ -404,15 +404,11 @@ impl KernelGraph {
     ) -> Result<(), GraphError> {
         let [vocab, _] = self.matrix(name, "table", table)?;
         let [rows, _] = self.matrix(name, "y", y)?;
-        let rows_axis = axis(rows, AxisRole::Rows, [None, None, None, None, Some(0)]);
+        use kernels::embedding::slot::{KINDS, POSITIONS, TABLE, TOKENS, Y};
         let params = kernels::embedding::Params { vocab: vocab as u32, scale };
-        self.add::<kernels::Embedding>(
-            name,
-            &params,
-            vec![Some(tokens), Some(table), positions, kinds, Some(y)],
-            vec![rows_axis],
-        )?;
-        Ok(())
+        let operands =
+            [(TOKENS, Some(tokens)), (TABLE, Some(table)), (POSITIONS, positions), (KINDS, kinds), (Y, Some(y))];
+        self.add::<kernels::Embedding>(name, &params, &operands, &[Cut::rows(rows, &[(Y, 0)])])
     }
 
     /// y[s,:] = scale * table[the next token of sequence s,:] as `[sequences, hidden]`; an operator a sequence. `max_context`: see
@@ -484,14 +480,11 @@ impl KernelGraph {
     ) -> Result<TensorId, GraphError> {
         let [rows, hidden] = self.matrix(name, "x", x)?;
         let y = self.intermediate(name, &[rows, hidden], DType::F32)?;
-        let rows_axis = axis(rows, AxisRole::Rows, [Some(0), None, Some(0), Some(0), None, Some(0), Some(0)]);
+        use kernels::rms_norm::slot::{RESIDUAL, SQUARES, W, WEIGHTED, X, Y};
         let params = kernels::rms_norm::Params { eps };
-        self.add::<kernels::RmsNorm>(
-            name,
-            &params,
-            vec![Some(x), Some(w), Some(y), residual, None, None, None],
-            vec![rows_axis],
-        )?;
+        let operands = [(X, Some(x)), (W, Some(w)), (Y, Some(y)), (RESIDUAL, residual)];
+        let rows = Cut::rows(rows, &[(X, 0), (Y, 0), (RESIDUAL, 0), (WEIGHTED, 0), (SQUARES, 0)]);
+        self.add::<kernels::RmsNorm>(name, &params, &operands, &[rows])?;
         Ok(y)
     }
 
@@ -506,14 +499,11 @@ impl KernelGraph {
     ) -> Result<TensorId, GraphError> {
         let [rows, hidden] = self.matrix(name, "x", x)?;
         let y = self.intermediate(name, &[rows, hidden], DType::F32)?;
-        let rows_axis = axis(rows, AxisRole::Rows, [Some(0), Some(0), None, None, Some(0)]);
+        use kernels::layer_norm::slot::{B, RESIDUAL, W, X, Y};
         let params = kernels::layer_norm::Params { eps };
-        self.add::<kernels::LayerNorm>(
-            name,
-            &params,
-            vec![Some(x), residual, Some(w), Some(b), Some(y)],
-            vec![rows_axis],
-        )?;
+        let operands = [(X, Some(x)), (RESIDUAL, residual), (W, Some(w)), (B, Some(b)), (Y, Some(y))];
+        let rows = Cut::rows(rows, &[(X, 0), (RESIDUAL, 0), (Y, 0)]);
+        self.add::<kernels::LayerNorm>(name, &params, &operands, &[rows])?;
         Ok(y)
     }
 
@@ -530,16 +520,11 @@ impl KernelGraph {
         let [rows, _] = self.matrix(name, "x", x)?;
         let [n, _] = self.matrix(name, "w", w)?;
         let y = self.intermediate(name, &[rows, n], DType::F32)?;
-        let columns =
-            axis(n, AxisRole::Columns, [None, Some(0), Some(0), Some(1), Some(1), None, None, None, None, None]);
-        let params =
-            kernels::linear::Params { activation: activation as u32, eps: 0.0, order: 0, ..Default::default() };
-        self.add::<kernels::Linear>(
-            name,
-            &params,
-            vec![Some(x), Some(w), bias, residual, Some(y), None, None, None, None, None],
-            vec![columns],
-        )?;
+        use kernels::linear::slot::{BIAS, RESIDUAL, W, X, Y};
+        let params = kernels::linear::Params { activation: activation as u32, ..Default::default() };
+        let operands = [(X, Some(x)), (W, Some(w)), (BIAS, bias), (RESIDUAL, residual), (Y, Some(y))];
+        let columns = Cut::columns(n, &[(W, 0), (BIAS, 0), (RESIDUAL, 1), (Y, 1)]);
+        self.add::<kernels::Linear>(name, &params, &operands, &[columns])?;
         Ok(y)
     }
 
@@ -555,15 +540,13 @@ impl KernelGraph {
         let [rows, _] = self.matrix(name, "x", x)?;
         let [n, _] = self.matrix(name, "gate", gate)?;
         let y = self.intermediate(name, &[rows, n], DType::F32)?;
-        let columns = axis(n, AxisRole::Columns, [None, Some(0), Some(0), Some(0), Some(0), Some(1), None]);
+        use kernels::gated_linear::slot::{GATE, GATE_BIAS, UP, UP_BIAS, X, Y};
         let params = kernels::gated_linear::Params { activation: activation as u32, ..Default::default() };
         let [gate_bias, up_bias] = biases.map_or([None; 2], |b| b.map(Some));
-        self.add::<kernels::GatedLinear>(
-            name,
-            &params,
-            vec![Some(x), Some(gate), Some(up), gate_bias, up_bias, Some(y), None],
-            vec![columns],
-        )?;
+        let weights = [(GATE, Some(gate)), (UP, Some(up)), (GATE_BIAS, gate_bias), (UP_BIAS, up_bias)];
+        let operands = [&weights[..], &[(X, Some(x)), (Y, Some(y))]].concat();
+        let columns = Cut::columns(n, &[(GATE, 0), (UP, 0), (GATE_BIAS, 0), (UP_BIAS, 0), (Y, 1)]);
+        self.add::<kernels::GatedLinear>(name, &params, &operands, &[columns])?;
         Ok(y)
     }
 
@@ -575,17 +558,21 @@ impl KernelGraph {
         let [rows, k] = self.matrix(name, "x", x)?;
         let [_, n, _] = self.dims_of(name, "gate", gate)?;
         let made = self.intermediate(&format!("{name}.up"), &[rows, chosen, n], DType::F32)?;
-        let columns = axis(n, AxisRole::Columns, [None, None, Some(1), Some(1), Some(2), None]);
-        let (activation, weighting) = (activation as u32, weighting as u32);
-        let params = kernels::experts_up::Params { activation, order: 0, eps: 0.0, weighting };
-        let slots = vec![Some(x), Some(logits), Some(gate), Some(up), Some(made), None];
-        self.add::<kernels::ExpertsUp>(&format!("{name}.up"), &params, slots, vec![columns])?;
-
+        {
+            use kernels::experts_up::slot::{GATE, LOGITS, UP, X, Y};
+            let (activation, weighting) = (activation as u32, weighting as u32);
+            let params = kernels::experts_up::Params { activation, order: 0, eps: 0.0, weighting };
+            let operands =
+                [(X, x), (LOGITS, logits), (GATE, gate), (UP, up), (Y, made)].map(|(slot, t)| (slot, Some(t)));
+            let columns = Cut::columns(n, &[(GATE, 1), (UP, 1), (Y, 2)]);
+            self.add::<kernels::ExpertsUp>(&format!("{name}.up"), &params, &operands, &[columns])?;
+        }
+        use kernels::experts_down::slot::{LOGITS, RESIDUAL, W, X, Y};
         let y = self.intermediate(&format!("{name}.down"), &[rows, k], DType::F32)?;
-        let columns = axis(k, AxisRole::Columns, [None, None, Some(1), Some(1), Some(1)]);
         let params = kernels::experts_down::Params { order: 0 };
-        let slots = vec![Some(made), Some(logits), Some(down), residual, Some(y)];
-        self.add::<kernels::ExpertsDown>(&format!("{name}.down"), &params, slots, vec![columns])?;
+        let operands = [(X, Some(made)), (LOGITS, Some(logits)), (W, Some(down)), (RESIDUAL, residual), (Y, Some(y))];
+        let columns = Cut::columns(k, &[(W, 1), (RESIDUAL, 1), (Y, 1)]);
+        self.add::<kernels::ExpertsDown>(&format!("{name}.down"), &params, &operands, &[columns])?;
         Ok(y)
     }
 
@@ -593,21 +580,19 @@ impl KernelGraph {
     /// context, d]` each. Shapes: see [`perpetua_device::kernels::rope`].
     pub fn rope(&mut self, name: &str, args: RopeArgs, cache: [TensorId; 2]) -> Result<(), GraphError> {
         let RopeArgs { q, k, v, norms, frequencies, turned_pairs, factor, eps } = args;
+        use kernels::rope::slot::{FREQUENCIES, K, K_CACHE, K_NORM, Q, Q_NORM, V, V_CACHE};
         let [k_cache, v_cache] = cache;
         let of_k = self.dims(name, k)?;
         let [rows, n_kv] = [0, 1].map(|dim| of_k.get(dim).copied().unwrap_or(1));
-        let heads = axis(n_kv, AxisRole::Heads, [Some(1), Some(1), Some(1), None, None, None, Some(0), Some(0)]);
+        let heads = Cut::heads(n_kv, &[(Q, 1), (K, 1), (V, 1), (K_CACHE, 0), (V_CACHE, 0)]);
         // Of the caches a block has the positions of its rows.
-        let rows = axis(rows, AxisRole::Rows, [Some(0), Some(0), Some(0), None, None, None, None, None]);
+        let rows = Cut::rows(rows, &[(Q, 0), (K, 0), (V, 0)]);
         let [q_norm, k_norm] = norms.map_or([None; 2], |n| n.map(Some));
-        let slots = vec![Some(q), Some(k), Some(v), q_norm, k_norm, Some(frequencies), Some(k_cache), Some(v_cache)];
-        self.add::<kernels::Rope>(
-            name,
-            &kernels::rope::Params { eps, turned_pairs: turned_pairs as u32, factor },
-            slots,
-            vec![heads, rows],
-        )?;
-        Ok(())
+        let tensors = [(Q, q), (K, k), (V, v), (FREQUENCIES, frequencies), (K_CACHE, k_cache), (V_CACHE, v_cache)];
+        let tensors = tensors.map(|(slot, tensor)| (slot, Some(tensor)));
+        let operands = [&tensors[..], &[(Q_NORM, q_norm), (K_NORM, k_norm)]].concat();
+        let params = kernels::rope::Params { eps, turned_pairs: turned_pairs as u32, factor };
+        self.add::<kernels::Rope>(name, &params, &operands, &[heads, rows])
     }
 
     /// softmax(q . k^T * scale) . v as `[rows, kv_heads * group * d]`, over the positions that `mask` lets each row see. q: `[rows, kv_heads, group, d]`; k, v: `[kv_heads,
@@ -638,13 +623,13 @@ impl KernelGraph {
         mask: Mask,
     ) -> Result<(), GraphError> {
         let [rows, n_kv, _, _] = self.dims_of(name, "q", q)?;
-        let heads = axis(n_kv, AxisRole::Heads, [Some(1), Some(0), Some(0), Some(1)]);
-        let rows_axis = axis(rows, AxisRole::Rows, [Some(0), None, None, Some(0)]);
+        use kernels::attention::slot::{K, Q, V, Y};
         let [window, ahead] = mask.seen();
         let params = kernels::attention::Params { scale, window, ahead, splits: 1, ..Default::default() };
-        let slots = vec![Some(q), Some(k), Some(v), Some(y)];
-        self.add::<kernels::Attention>(name, &params, slots, vec![heads, rows_axis])?;
-        Ok(())
+        let operands = [(Q, Some(q)), (K, Some(k)), (V, Some(v)), (Y, Some(y))];
+        let heads = Cut::heads(n_kv, &[(Q, 1), (K, 0), (V, 0), (Y, 1)]);
+        let rows = Cut::rows(rows, &[(Q, 0), (Y, 0)]);
+        self.add::<kernels::Attention>(name, &params, &operands, &[heads, rows])
     }
 
     /// [`KernelGraph::rope`] and [`KernelGraph::attention`] of every sequence's row over its own cache, as `[sequences,
@@ -683,10 +668,11 @@ impl KernelGraph {
     ) -> Result<TensorId, GraphError> {
         let [rows, n] = self.matrix(name, "a", a)?;
         let y = self.intermediate(name, &[rows, n], DType::F32)?;
-        let rows_axis = axis(rows, AxisRole::Rows, [Some(0); 3]);
-        let columns = axis(n, AxisRole::Columns, [Some(1); 3]);
+        use kernels::elementwise::slot::{A, B, Y};
         let params = kernels::elementwise::Params { function: function as u32, activation: activation as u32 };
-        self.add::<kernels::Elementwise>(name, &params, vec![Some(a), b, Some(y)], vec![columns, rows_axis])?;
+        let columns = Cut::columns(n, &[(A, 1), (B, 1), (Y, 1)]);
+        let rows = Cut::rows(rows, &[(A, 0), (B, 0), (Y, 0)]);
+        self.add::<kernels::Elementwise>(name, &params, &[(A, Some(a)), (B, b), (Y, Some(y))], &[columns, rows])?;
         Ok(y)
     }
 
@@ -699,7 +685,8 @@ impl KernelGraph {
     pub fn select_row(&mut self, name: &str, x: TensorId) -> Result<TensorId, GraphError> {
         let [_, hidden] = self.matrix(name, "x", x)?;
         let y = self.intermediate(name, &[1, hidden], DType::F32)?;
-        self.add::<kernels::SelectRow>(name, &kernels::select_row::Params {}, vec![Some(x), Some(y)], Vec::new())?;
+        use kernels::select_row::slot::{X, Y};
+        self.add::<kernels::SelectRow>(name, &kernels::select_row::Params {}, &[(X, Some(x)), (Y, Some(y))], &[])?;
         Ok(y)
     }
 
@@ -708,7 +695,8 @@ impl KernelGraph {
         let [_, hidden] = self.matrix(name, "x", x)?;
         let y = self.intermediate(name, &[1, hidden], DType::F32)?;
         let params = kernels::pool::Params { mean: u32::from(pooled == Pooled::Mean), normalise: u32::from(normalise) };
-        self.add::<kernels::Pool>(name, &params, vec![Some(x), Some(y)], Vec::new())?;
+        use kernels::pool::slot::{X, Y};
+        self.add::<kernels::Pool>(name, &params, &[(X, Some(x)), (Y, Some(y))], &[])?;
         Ok(y)
     }
 
@@ -730,18 +718,18 @@ impl KernelGraph {
         let blocks = vocab.div_ceil(4096).clamp(1, 64);
         let values = self.intermediate("argmax_values", &[blocks], DType::F32)?;
         let indices = self.intermediate("argmax_indices", &[blocks], DType::I32)?;
-        let params = kernels::argmax::Params { blocks: blocks as u32, len_elems: vocab as u32 };
-        let cut = axis(blocks, AxisRole::Blocks, [Some(1), Some(0), Some(0)]);
-        self.add::<kernels::ArgmaxPartial>(
-            &format!("{name}.argmax"),
-            &params,
-            vec![Some(logits), Some(values), Some(indices)],
-            vec![cut],
-        )?;
+        {
+            use kernels::argmax::slot::{INDICES, VALUES, X};
+            let params = kernels::argmax::Params { blocks: blocks as u32, len_elems: vocab as u32 };
+            let operands = [(X, Some(logits)), (VALUES, Some(values)), (INDICES, Some(indices))];
+            let cut = Cut { len: blocks, role: AxisRole::Blocks, dims: &[(X, 1), (VALUES, 0), (INDICES, 0)] };
+            self.add::<kernels::ArgmaxPartial>(&format!("{name}.argmax"), &params, &operands, &[cut])?;
+        }
+        use kernels::sample::slot::{CONTROL, INDICES, LOGITS, TEXT, TOKENS, VALUES};
         let control = self.control()?;
-        let slots = vec![Some(logits), Some(values), Some(indices), Some(control), Some(tokens), text];
-        self.add::<kernels::Sample>(name, &kernels::sample::Params {}, slots, Vec::new())?;
-        Ok(())
+        let found = [(LOGITS, logits), (VALUES, values), (INDICES, indices), (CONTROL, control), (TOKENS, tokens)];
+        let operands = [&found.map(|(slot, tensor)| (slot, Some(tensor)))[..], &[(TEXT, text)]].concat();
+        self.add::<kernels::Sample>(name, &kernels::sample::Params {}, &operands, &[])
     }
 
     /// [`KernelGraph::sample`] for every sequence: of `logits` `[sequences, vocab]` a row each. `max_context`: see
@@ -788,13 +776,9 @@ impl KernelGraph {
         };
         let control = self.control()?;
         self.sampling_only = false;
-        self.add::<kernels::Advance>(
-            "advance",
-            &kernels::advance::Params {},
-            vec![Some(tokens), self.chosen, Some(control)],
-            Vec::new(),
-        )?;
-        Ok(())
+        use kernels::advance::slot::{CHOSEN, CONTROL, TOKENS};
+        let operands = [(TOKENS, Some(tokens)), (CHOSEN, self.chosen), (CONTROL, Some(control))];
+        self.add::<kernels::Advance>("advance", &kernels::advance::Params {}, &operands, &[])
     }
 
     /// Whether the last operator is `advance`.
@@ -859,17 +843,21 @@ impl KernelGraph {
         Ok(graph)
     }
 
+    /// An operator that runs macro kernel `K` with `operands`, each beside its slot (no other is there), cut along `cuts`.
     fn add<K: MacroKernel + Numbered>(
         &mut self,
         name: &str,
         params: &K::Params,
-        slots: Vec<Option<TensorId>>,
-        axes: Vec<Axis>,
-    ) -> Result<OpId, GraphError> {
-        debug_assert!(axes.len() <= GRID_AXES && axes.iter().all(|axis| axis.dims.len() == slots.len()));
+        operands: &[(usize, Option<TensorId>)],
+        cuts: &[Cut<'_>],
+    ) -> Result<(), GraphError> {
+        debug_assert!(cuts.len() <= GRID_AXES);
+        let mut slots = vec![None; K::SLOTS.len()];
+        operands.iter().for_each(|(slot, tensor)| slots[*slot] = *tensor);
+        let axes = cuts.iter().map(|cut| cut.axis(K::SLOTS.len())).collect();
         let flags = if self.sampling_only { TaskFlags::ONLY_WHEN_SAMPLING } else { 0 } | self.part;
         let kernel = KernelCall { task_type: K::TASK_TYPE, flags, params: param_words(params) };
-        self.push(Operator { name: name.to_owned(), kernel, slots, axes, cut: None })
+        self.push(Operator { name: name.to_owned(), kernel, slots, axes, cut: None }).map(|_| ())
     }
 
     fn push(&mut self, op: Operator) -> Result<OpId, GraphError> {
@@ -1041,8 +1029,32 @@ pub struct RopeArgs {
     pub eps: f32,
 }
 
-fn axis<const N: usize>(len: usize, role: AxisRole, dims: [Option<u8>; N]) -> Axis {
-    Axis { len, dims: dims.to_vec(), role }
+/// An [`Axis`] of `len` elements, with the dimension that it cuts of each slot that it cuts.
+struct Cut<'a> {
+    len: usize,
+    role: AxisRole,
+    dims: &'a [(usize, u8)],
+}
+
+impl<'a> Cut<'a> {
+    fn rows(len: usize, dims: &'a [(usize, u8)]) -> Cut<'a> {
+        Cut { len, role: AxisRole::Rows, dims }
+    }
+
+    fn columns(len: usize, dims: &'a [(usize, u8)]) -> Cut<'a> {
+        Cut { len, role: AxisRole::Columns, dims }
+    }
+
+    fn heads(len: usize, dims: &'a [(usize, u8)]) -> Cut<'a> {
+        Cut { len, role: AxisRole::Heads, dims }
+    }
+
+    /// Of an operator with so many slots.
+    fn axis(&self, slots: usize) -> Axis {
+        let mut dims = vec![None; slots];
+        self.dims.iter().for_each(|(slot, dim)| dims[*slot] = Some(*dim));
+        Axis { len: self.len, dims, role: self.role }
+    }
 }
 
 /// The whole of `tensor` as an operand without an address.
