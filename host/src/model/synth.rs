@@ -157,6 +157,12 @@ struct Sizes {
     experts: Option<[usize; 3]>,
     /// Elements between the linear layers of the MLP beside them that all rows go to, where there is one.
     shared: Option<usize>,
+    /// Positions of a window, where layers have one, and which do not: each whose number, from 1 on, is a multiple of the other.
+    window: Option<(usize, usize)>,
+    /// Scores are divided by the root of this, where that is not what all of the family do.
+    query_scalar: Option<usize>,
+    /// It stands for a family in tests: where that has layers of several kinds, its few are of all kinds.
+    is_tiny: bool,
 }
 
 impl Sizes {
@@ -166,6 +172,27 @@ impl Sizes {
 
     const fn with_shared(self, intermediate: usize) -> Sizes {
         Sizes { shared: Some(intermediate), ..self }
+    }
+
+    /// A window in all layers.
+    const fn with_windows(self, positions: usize) -> Sizes {
+        self.with_windows_but(usize::MAX, positions)
+    }
+
+    /// A window in all layers but each `pattern`th.
+    const fn with_windows_but(self, pattern: usize, positions: usize) -> Sizes {
+        Sizes { window: Some((positions, pattern)), ..self }
+    }
+
+    const fn with_query_scalar(self, scalar: usize) -> Sizes {
+        Sizes { query_scalar: Some(scalar), ..self }
+    }
+
+    /// `layer_types` and `sliding_window`.
+    fn windows(&self) -> (Vec<&'static str>, Value) {
+        let pattern = self.window.map_or(1, |(_, pattern)| pattern);
+        let kind = |layer: usize| if layer.is_multiple_of(pattern) { "full_attention" } else { "sliding_attention" };
+        ((1..=self.layers).map(kind).collect(), self.window.map_or(Value::Null, |(positions, _)| positions.into()))
     }
 }
 
@@ -203,11 +230,16 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         ("ministral-3-8b",    Ministral3, sizes(131_072,  4096, 14336, 34, (32, 8), 128, false, 262_144, 1e6, None)),
         ("mixtral-8x7b",      Mixtral, sizes(32_000,      4096, 14336, 32, (32, 8), 128, false,  32_768, 1e6, None)
             .with_experts(8, 2, 14336)),
-        ("gemma-3-270m",      Gemma3,  sizes(GEMMA_VOCAB,   640,  2048, 18, (4, 1),  256, true,   32_768, 1e6, None)),
-        ("gemma-3-1b",        Gemma3,  sizes(GEMMA_VOCAB,   1152, 6912, 26, (4, 1),  256, true,   32_768, 1e6, None)),
-        ("gemma-3-4b",        Gemma3,  sizes(GEMMA_VOCAB_2, 2560, 10240, 34, (8, 4), 256, true,  131_072, 1e6, None)),
-        ("gemma-3-12b",       Gemma3,  sizes(GEMMA_VOCAB_2, 3840, 15360, 48, (16, 8), 256, true, 131_072, 1e6, None)),
-        ("gemma-3-27b",       Gemma3,  sizes(GEMMA_VOCAB_2, 5376, 21504, 62, (32, 16), 128, true, 131_072, 1e6, None)),
+        ("gemma-3-270m",      Gemma3,  sizes(GEMMA_VOCAB,   640,  2048, 18, (4, 1),  256, true,   32_768, 1e6, None)
+            .with_windows_but(6, 512)),
+        ("gemma-3-1b",        Gemma3,  sizes(GEMMA_VOCAB,   1152, 6912, 26, (4, 1),  256, true,   32_768, 1e6, None)
+            .with_windows_but(6, 512)),
+        ("gemma-3-4b",        Gemma3,  sizes(GEMMA_VOCAB_2, 2560, 10240, 34, (8, 4), 256, true,  131_072, 1e6, None)
+            .with_windows_but(6, 1024)),
+        ("gemma-3-12b",       Gemma3,  sizes(GEMMA_VOCAB_2, 3840, 15360, 48, (16, 8), 256, true, 131_072, 1e6, None)
+            .with_windows_but(6, 1024)),
+        ("gemma-3-27b",       Gemma3,  sizes(GEMMA_VOCAB_2, 5376, 21504, 62, (32, 16), 128, true, 131_072, 1e6, None)
+            .with_windows_but(6, 1024).with_query_scalar(168)),
         ("smollm3-3b",        SmolLm3, sizes(LLAMA_VOCAB, 2048, 11008, 36, (16, 4), 128, true,   65_536, 5e6, None)),
         ("granite-3.3-2b",    Granite, sizes(49_159,      2048, 8192,  40, (32, 8),  64, true,  131_072, 1e7, None)),
         ("granite-3.1-1b-a400m", GraniteMoe, sizes(49_155, 1024, 512,  24, (16, 8),  64, true,  131_072, 1.5e6, None)
@@ -217,13 +249,16 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         ("seed-oss-36b",      SeedOss, sizes(155_136,     5120, 27648, 64, (80, 8), 128, false, 524_288, 1e7, None)),
         ("olmoe-1b-7b",       Olmoe,   sizes(50_304,      2048, 1024,  16, (16, 16), 128, false,  4_096, 1e4, None)
             .with_experts(64, 8, 1024)),
-        ("phi-3-mini",        Phi3,    sizes(32_064,      3072, 8192,  32, (32, 32), 96, false,   4_096, 1e4, None)),
+        ("phi-3-mini",        Phi3,    sizes(32_064,      3072, 8192,  32, (32, 32), 96, false,   4_096, 1e4, None)
+            .with_windows(2047)),
         ("phi-4",             Phi3,    sizes(100_352,     5120, 17920, 40, (40, 10), 128, false, 16_384, 2.5e5, None)),
         ("olmo-2-1b",         Olmo2,   sizes(100_352,     2048, 8192,  16, (16, 16), 128, false,  4_096, 5e5, None)),
         ("olmo-2-7b",         Olmo2,   sizes(100_352,     4096, 11008, 32, (32, 32), 128, false,  4_096, 5e5, None)),
-        ("olmo-3-7b",         Olmo3,   sizes(100_278,     4096, 11008, 32, (32, 32), 128, false, 65_536, 5e5, None)),
+        ("olmo-3-7b",         Olmo3,   sizes(100_278,     4096, 11008, 32, (32, 32), 128, false, 65_536, 5e5, None)
+            .with_windows_but(4, 4096)),
         ("exaone-4-1.2b",     Exaone4, sizes(102_400,     2048, 4096,  30, (32, 8),  64, true,   65_536, 1e6, Some(16.0))),
-        ("exaone-4-32b",      Exaone4, sizes(102_400,     5120, 27392, 64, (40, 8), 128, false, 131_072, 1e6, Some(16.0))),
+        ("exaone-4-32b",      Exaone4, sizes(102_400,     5120, 27392, 64, (40, 8), 128, false, 131_072, 1e6, Some(16.0))
+            .with_windows_but(4, 4096)),
         ("tiny-qwen3",        Qwen3,   sizes(1024,        256,  768,    3, (8, 4),   64, true,    4_096, 1e6, None)),
         ("tiny-qwen3-moe",    Qwen3Moe, sizes(1024,       128,  256,    3, (4, 2),   32, true,    4_096, 1e6, None)
             .with_experts(8, 3, 64)),
@@ -231,11 +266,13 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         ("tiny-qwen2-moe",    Qwen2Moe, sizes(1024,        96,  208,    3, (6, 2),   16, false,   4_096, 1e4, None)
             .with_experts(6, 2, 48).with_shared(80)),
         ("tiny-llama",        Llama,   sizes(1024,        256,  640,    2, (8, 2),   32, false,   8_192, 5e5, Some(8.0))),
-        ("tiny-mistral",      Mistral, sizes(1024,        128,  384,    2, (4, 2),   32, false,   4_096, 1e4, None)),
+        ("tiny-mistral",      Mistral, sizes(1024,        128,  384,    2, (4, 2),   32, false,   4_096, 1e4, None)
+            .with_windows(12)),
         ("tiny-ministral3",   Ministral3, sizes(1024,      96,  208,    2, (4, 2),   32, false,   4_096, 1e4, None)),
         ("tiny-mixtral",      Mixtral, sizes(1024,         96,   80,    2, (6, 2),   16, false,   4_096, 1e6, None)
             .with_experts(4, 2, 80)),
-        ("tiny-gemma3",       Gemma3,  sizes(1024,         96,  208,    3, (4, 2),   40, true,    4_096, 1e6, None)),
+        ("tiny-gemma3",       Gemma3,  sizes(1024,         96,  208,    3, (4, 2),   40, true,    4_096, 1e6, None)
+            .with_windows_but(2, 12).with_query_scalar(64)),
         ("tiny-smollm3",      SmolLm3, sizes(1024,         96,  208,    4, (6, 2),   16, true,    4_096, 2e6, None)),
         ("tiny-granite",      Granite, sizes(1024,         96,  208,    2, (6, 2),   16, true,    4_096, 1e4, None)),
         ("tiny-granitemoe",   GraniteMoe, sizes(1024,      96,   80,    2, (6, 2),   16, true,    4_096, 1e4, None)
@@ -249,8 +286,10 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
             .with_experts(8, 3, 80)),
         ("tiny-phi3",         Phi3,    sizes(1024,         128,  208,    2, (4, 2),   32, false,      64, 1e4, None)),
         ("tiny-olmo2",        Olmo2,   sizes(1024,         96,  208,    2, (4, 2),   24, false,   4_096, 5e5, None)),
-        ("tiny-olmo3",        Olmo3,   sizes(1024,         96,  208,    4, (4, 2),   24, true,    4_096, 5e5, None)),
-        ("tiny-exaone4",      Exaone4, sizes(1024,         96,  208,    4, (6, 2),   16, true,    4_096, 1e6, Some(16.0))),
+        ("tiny-olmo3",        Olmo3,   sizes(1024,         96,  208,    4, (4, 2),   24, true,    4_096, 5e5, None)
+            .with_windows_but(2, 12)),
+        ("tiny-exaone4",      Exaone4, sizes(1024,         96,  208,    4, (6, 2),   16, true,    4_096, 1e6, Some(16.0))
+            .with_windows_but(2, 12)),
         // No size here is a multiple of what a vector, a tile or a page holds.
         ("tiny-odd",          Qwen3,   sizes(1009,        100,  273,    3, (5, 1),   20, false,   1_000, 1e4, None)),
         // The same, and small enough for a simulated GPU in a debug build.
@@ -287,7 +326,7 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
     let Some((_, architecture, sizes)) = rows.into_iter().find(|(row, ..)| *row == name) else {
         return Err(ModelError::Preset { given: name.to_owned(), known: PRESETS.to_vec() });
     };
-    Ok(decoder_json(architecture, &sizes))
+    Ok(decoder_json(architecture, &Sizes { is_tiny: name.starts_with("tiny-"), ..sizes }))
 }
 
 #[allow(clippy::too_many_arguments)] // a table's row
@@ -316,6 +355,9 @@ const fn sizes(
         llama3_factor,
         experts: None,
         shared: None,
+        window: None,
+        query_scalar: None,
+        is_tiny: false,
     }
 }
 
@@ -371,8 +413,7 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
         }
         (Architecture::Mistral, Value::Object(map)) => {
             map.shift_remove("attention_bias");
-            // The larger ones have none; a tiny one has one that a few tokens fill.
-            map.insert("sliding_window".into(), if s.hidden < 1000 { 12.into() } else { Value::Null });
+            map.insert("sliding_window".into(), s.windows().1);
         }
         (Architecture::Mixtral, Value::Object(map)) => {
             map.shift_remove("attention_bias");
@@ -395,16 +436,12 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
         (Architecture::Gemma3, Value::Object(map)) => {
             map.shift_remove("hidden_act");
             map.insert("hidden_activation".into(), "gelu_pytorch_tanh".into());
-            // The largest one's is not its heads' width; nor is a tiny one's.
-            let scalar = if s.hidden > 5000 { s.hidden / s.heads.0 } else { s.head_dim.max(64) };
-            map.insert("query_pre_attn_scalar".into(), scalar.into());
-            let (window, pattern) =
-                if s.hidden < 600 { (12, 2) } else { (if s.hidden < 2000 { 512 } else { 1024 }, 6) };
-            map.insert("sliding_window".into(), window.into());
-            let kind =
-                |layer: usize| if layer.is_multiple_of(pattern) { "full_attention" } else { "sliding_attention" };
-            map.insert("layer_types".into(), (1..=s.layers).map(kind).collect());
+            map.insert("query_pre_attn_scalar".into(), s.query_scalar.unwrap_or(s.head_dim).into());
+            let (types, window) = s.windows();
+            map.insert("sliding_window".into(), window);
+            map.insert("layer_types".into(), types.into());
             let mut full = rope;
+            // Stretched for contexts eight times those of the first training.
             if s.context > 100_000 {
                 full = json!({ "factor": 8.0, "rope_theta": s.theta, "rope_type": "linear" });
             }
@@ -413,7 +450,7 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
         }
         (Architecture::SmolLm3, Value::Object(map)) => {
             map.insert("mlp_bias".into(), false.into());
-            map.insert("no_rope_layer_interval".into(), if s.hidden < 1000 { 2.into() } else { 4.into() });
+            map.insert("no_rope_layer_interval".into(), if s.is_tiny { 2.into() } else { 4.into() });
             map.insert("use_sliding_window".into(), false.into());
         }
         (
@@ -445,9 +482,9 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
         (Architecture::Phi3, Value::Object(map)) => {
             map.shift_remove("attention_bias");
             map.shift_remove("head_dim");
-            map.insert("sliding_window".into(), if s.head_dim == 96 { 2047.into() } else { Value::Null });
+            map.insert("sliding_window".into(), s.windows().1);
             let mut original = s.context;
-            if s.hidden < 1000 {
+            if s.is_tiny {
                 // As the smaller ones of the fourth generation: a part of each head turned, by numbers of its own for each pair.
                 original /= 4;
                 let pairs = s.head_dim * 3 / 8;
@@ -466,14 +503,9 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
         (Architecture::Olmo3 | Architecture::Exaone4, Value::Object(map)) => {
             let is_olmo = architecture == Architecture::Olmo3;
             map.shift_remove(if is_olmo { "head_dim" } else { "attention_bias" });
-            // The smaller one of EXAONE's has none.
-            let has_windows = s.head_dim != 64;
-            let pattern = if s.hidden < 1000 { 2 } else { 4 };
-            let is_full = |layer: usize| !has_windows || layer.is_multiple_of(pattern);
-            let kind = |layer: usize| if is_full(layer) { "full_attention" } else { "sliding_attention" };
-            map.insert("layer_types".into(), (1..=s.layers).map(kind).collect());
-            let window = if s.hidden < 1000 { 12 } else { 4096 };
-            map.insert("sliding_window".into(), if has_windows { window.into() } else { Value::Null });
+            let (types, window) = s.windows();
+            map.insert("layer_types".into(), types.into());
+            map.insert("sliding_window".into(), window);
             if is_olmo {
                 let full = json!({
                     "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
@@ -494,7 +526,7 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             map.insert("moe_intermediate_size".into(), intermediate.into());
             map.insert("decoder_sparse_step".into(), 1.into());
             // The tiny ones have an MLP of the usual kind in between.
-            map.insert("mlp_only_layers".into(), if s.hidden < 1000 { json!([1]) } else { json!([]) });
+            map.insert("mlp_only_layers".into(), if s.is_tiny { json!([1]) } else { json!([]) });
             map.insert("norm_topk_prob".into(), (architecture == Architecture::Qwen3Moe).into());
         }
     }
