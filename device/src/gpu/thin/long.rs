@@ -3,7 +3,7 @@
 //! A thread has units of eight elements of the row, as they are, one in so many as there are threads, and multiplies them with the same
 //! units of one row of weights after another by FMAs: 17 instructions a unit, where tensor cores fed from shared memory take some
 //! 3. In return nothing is staged, nobody meets before the sums of all warps are there, and the ring of tiles keeps its size. A row of weights of
-//! k elements takes some k / 18 cycles by the counter of docs/gpu.md, and k / 9 to come from memory.
+//! k elements takes some k / 18 cycles by the counter of docs/cycles.md, and k / 9 to come from memory.
 //!
 //! Of weights in 8 bits a unit is sixteen elements, of those in 4 bits 32, and activations are whole numbers of 16 bits, by a scale for each unit:
 //! their bytes are multiplied by fours, which in 8 bits takes half as many instructions for twice as many elements.
