@@ -12,6 +12,8 @@ mod codegen;
 mod cuda;
 #[path = "cpu/dependency.rs"]
 mod dependency;
+#[path = "cpu/docs.rs"]
+mod docs;
 #[path = "cpu/executors.rs"]
 mod executors;
 #[path = "cpu/flags.rs"]

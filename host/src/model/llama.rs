@@ -2,10 +2,11 @@
 //!
 //! - Llama 2 to 3.2: plain grouped-query attention; Llama 3's frequency scaling is part of the rotary table. SmolLM3, too: layers that do
 //!   not turn queries and keys have a table of zeros.
-//! - Mistral and, with experts, Mixtral: over the last positions alone where there is a window.
-//! - Qwen2 and Qwen2.5: biases on q, k and v.
+//! - Mistral, Ministral and, with experts, Mixtral: over the last positions alone where there is a window.
+//! - Qwen2 and Qwen2.5, and Seed-OSS: biases on q, k and v. Qwen2 MoE: experts, and an MLP that all rows go to, by a weight of its own.
 //! - Granite, with one MLP a layer or with experts: its numbers are in the configuration's (what scores and embeddings are multiplied with, the
 //!   norms' epsilon), and in the factors of the last norm. Checkpoints have all experts' matrices in one tensor, taken apart when it is opened.
+//!   Beside experts, or alone, there may be an MLP that all rows go to.
 //! - OLMoE: all queries of a row are normalised together, and all keys; experts.
 //! - Phi 3 and 4: their checkpoints have q, k and v as one matrix, and gate and up; of a head a part of the elements may be turned.
 //! - Qwen3, with one MLP a layer or with experts: heads of q and k normalised before the rotation.
