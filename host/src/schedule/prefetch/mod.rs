@@ -7,7 +7,7 @@
 //! shared memory     [d0|d1|d2|d3]  then  [d4|d5|..]                  while q_proj may still wait for its event
 //! ```
 //!
-//! A task *streams* the weights that its macro kernel takes from tiles ([`Spec::tiled`]): they are cut into tiles of whole rows
+//! A task *streams* the weights that its macro kernel takes from tiles ([`tiled`](perpetua_device::kernels::tiled)): they are cut into tiles of whole rows
 //! where a row fits a tile, or memory has room for a few. The task becomes as many compute ops as its longest stream has tiles; compute op `i` consumes
 //! tile `i` of each stream (a norm's weights with the first rows, gate with up), and a task that streams nothing is one
 //! compute op. Data ops are all tiles of a worker's list in the order they are consumed, across tasks and operators:
