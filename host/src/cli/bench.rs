@@ -7,6 +7,7 @@ use super::{
     progress, report, say, warm, within, writable, write_whole,
 };
 use perpetua::compile::Compiled;
+use perpetua::cuda::Gpu;
 use perpetua::cuda::probe::Prober;
 use perpetua::exec::cuda::{self, Mode};
 use perpetua::exec::memory::WeightSource;
@@ -344,123 +345,212 @@ pub(super) fn generator(
     model: &Model,
     keep: &mut dyn FnMut(&serde_json::Value) -> Outcome,
 ) -> Result<Measured, Box<dyn std::error::Error>> {
-    // The first token comes of reading the prompt; a batch leaves it to a step.
-    if args.tokens < 2 && args.batch.is_none() {
-        return Err("--tokens 1: no step between two tokens to measure, expected at least 2 without --batch".into());
-    }
-    let vocab = model.config().vocab_size() as u64;
-    let context = args.context.unwrap_or(CONTEXT);
-    let needed = context.checked_add(args.tokens).ok_or("--context and --tokens: too many")?;
-    if needed > model.max_tokens() {
-        return Err(format!(
-            "--context {context} --tokens {}: {needed} positions, the model has {}",
-            args.tokens,
-            model.max_tokens()
-        )
-        .into());
-    }
-    if let Some(most) = args.model.max_context.filter(|most| *most < needed) {
-        return Err(format!("--max-context {most}: --context and --tokens need {needed} positions").into());
-    }
-    let began = Instant::now();
-    let usual = args.model.config(model, needed);
-    let traced = cuda::Options { n_trace: loss::TRACED, ..usual.cuda };
-    let config = EngineConfig { sequences: args.batch, cuda: traced, ..usual };
-    let mut engine = super::resident(model, &config)?;
-    if let Some(cuda) = engine.resident_mut().cuda() {
-        cuda.set_tracing(false);
-    }
-    let on_gpu = engine.resident_mut().cuda().map(|cuda| cuda.gpu().clone());
-    if on_gpu.is_none() && (args.compare || args.trace.is_some() || args.timeline.is_some()) {
-        return Err("--compare, --trace and --timeline are for GPUs (--device cuda)".into());
-    }
-    warm(model)?;
-    let load = began.elapsed();
-    // Ids spread over the vocabulary by a fixed rule: the same on every machine, others for each sequence.
-    let n_sequences = args.batch.unwrap_or(1);
-    let id = |sequence: usize, i: usize| ((sequence * 613 + i) as u64 * 7919 % vocab) as u32;
-    let prompts: Vec<Vec<u32>> =
-        (0..n_sequences).map(|sequence| (0..context).map(|i| id(sequence, i)).collect()).collect();
-    let prompt = &prompts[0];
-    let n_workers = engine.resident().compiled().image.header().n_workers as usize;
+    let mut bench = Bench::new(args, model)?;
     let mut measured = Measured { figures: json!({}), failures: Vec::new() };
-    let before = measured.found("bandwidth", bandwidth(&mut engine, model));
-    let event_before = engine.resident_mut().event_cost();
-    warm_up(args, &mut engine, prompt)?;
-    // What a batch is compared with: as many steps, of which reading the prompt is none.
-    let alone = match args.batch {
-        Some(_) => {
-            engine.generate(prompt, &greedy_options(args.tokens + 1))?.try_for_each(|token| token.map(|_| ()))?;
-            let stamps = engine.stamps();
-            Some(quantile(&steps(&stamps[stamps.len() - 1 - args.tokens..]), 0.5))
-        }
-        None => None,
-    };
-    let runs = Run::several(args, &mut engine, &prompts)?;
-    let run = &runs[runs.len() / 2];
-    let first_token = if args.batch.is_none() { Some(first_token(&mut engine, prompt, run.prefill)?) } else { None };
-    let after = measured.found("bandwidth", bandwidth(&mut engine, model));
-    let event_after = engine.resident_mut().event_cost();
-    let read_tokens = n_sequences * (context - usize::from(args.batch.is_some()));
-    let programs = &engine.resident().compiled().programs;
-    let decode = &programs[decoding(args, engine.resident().compiled())];
-    // A step of one sequence, and as much more of the others' caches; half way through the measured tokens.
-    let bytes_at = |position| bytes_from_memory(&programs[0].blocks, position);
-    let bytes_of_all = |position| bytes_at(0) + n_sequences as u64 * (bytes_at(position) - bytes_at(0));
-    let (read, read_traced) =
-        (bytes_of_all(context + args.tokens / 2), bytes_of_all(context + TRACED_TOKENS.min(args.tokens) - 1));
-    // Where it could not be measured, shares of it are no numbers.
-    let bandwidth = before.into_iter().chain(after).fold(f64::NAN, f64::max);
-    let (tasks, events) = (decode.tasks.tasks.len(), decode.counted.events.len());
-    let (compile, owned) = (engine.resident().compile_time(), engine.resident().owned_bytes());
-    let median = run.median();
-    let rate = read as f64 / median;
-    let runs_on = on_gpu.as_ref().map_or_else(|| Isa::best().name().to_owned(), |gpu| gpu.info().name.clone());
-    measured.figures = json!({
-        "model": args.model.model.display().to_string(),
-        "runs_on": &runs_on,
-        "workers": n_workers,
-        "load_s": load.as_secs_f64(),
-        "compile_ms": compile.as_secs_f64() * 1e3,
-        "context": context,
-        "prefill_tokens_per_s": read_tokens as f64 / run.prefill.as_secs_f64().max(1e-9),
-        "step_ms_median": median * 1e3,
-        "step_ms_p5": quantile(&run.steps, 0.05) * 1e3,
-        "step_ms_p95": quantile(&run.steps, 0.95) * 1e3,
-        "tokens_per_s": n_sequences as f64 / median,
-        "bytes_per_step": bytes(read),
-        "read_gb_per_s": rate / 1e9,
-        "bandwidth_gb_per_s": bandwidth / 1e9,
-        "share_of_bandwidth_percent": 100.0 * rate / bandwidth,
-        "tasks_per_step": tasks,
-        "events_per_step": events,
-        "waiting_percent": 100.0 * run.waited.as_secs_f64() / (n_workers as f64 * run.whole.as_secs_f64()),
-        "memory_beside_weights": bytes(owned),
-        "peak_rss": peak_rss().map_or("unknown".to_owned(), bytes),
-    });
-    let mut put = |what: &str, value: serde_json::Value| measured.figures[what] = value;
-    if let Some(first_token) = first_token {
-        put("first_token_ms", first_token);
-    }
-    if let Some(event) = event_before.into_iter().chain(event_after).min() {
-        put("event_ns", (event.as_nanos() as u64).into());
-    }
-    if runs.len() > 1 {
-        put("step_ms_of_runs", json!(spread(&runs)));
-    }
-    if let Some(alone) = alone {
-        put("sequences", n_sequences.into());
-        put("tokens_per_s_each", (1.0 / median).into());
-        put("tokens_per_s_alone", (1.0 / alone).into());
-        put("times_alone", (n_sequences as f64 * alone / median).into());
-    }
+    let taken = bench.take(&mut measured)?;
+    measured.figures = bench.figures(&taken);
     // The first token's pass is the prompt's last.
-    if on_gpu.is_some() && args.batch.is_none() {
+    if bench.gpu.is_some() && args.batch.is_none() {
         keep(&measured.figures)?;
-        let loss = losses(args, &mut engine, prompt, &runs_on);
-        measured.add(&["loss"], loss.map(|loss| loss.table(read_traced, bandwidth)));
+        let read = bench.bytes_read(TRACED_TOKENS.min(args.tokens) - 1);
+        let runs_on = bench.runs_on();
+        let loss = losses(args, &mut bench.engine, &bench.prompts[0], &runs_on);
+        measured.add(&["loss"], loss.map(|loss| loss.table(read, taken.bandwidth)));
     }
+    if let Some(drafts) = args.prompt_lookup {
+        keep(&measured.figures)?;
+        measured.add(&["verifying"], bench.verified(drafts, &taken));
+    }
+    if let Some(quantized) = model.quantized() {
+        measured.figures["quantized_weights"] = bytes(quantized.size_bytes()).into();
+        measured.add(&["accuracy"], accuracy(args, model, quantized.how(), &bench.prompts[0]).map(Into::into));
+    }
+    // Last: it takes the engine apart.
     if args.compare {
+        bench.compare(&taken.runs, &mut measured, keep)?;
+    }
+    Ok(measured)
+}
+
+/// A text model that is resident, and what it is to read.
+struct Bench<'a> {
+    args: &'a Args,
+    model: &'a Model,
+    config: EngineConfig,
+    engine: Engine,
+    gpu: Option<Gpu>,
+    context: usize,
+    /// Positions that the prompt and the measured tokens take.
+    needed: usize,
+    /// Of each sequence.
+    prompts: Vec<Vec<u32>>,
+    load: Duration,
+}
+
+/// What was measured of it.
+struct Taken {
+    /// By their steps' medians.
+    runs: Vec<Run>,
+    /// Seconds a step of one sequence takes, where several are decoded together.
+    alone: Option<f64>,
+    /// Where one is.
+    first_token: Option<serde_json::Value>,
+    /// Bytes a second; no number, where it could not be measured, so that shares of it are none.
+    bandwidth: f64,
+    event: Option<Duration>,
+}
+
+impl Taken {
+    /// The median one.
+    fn run(&self) -> &Run {
+        &self.runs[self.runs.len() / 2]
+    }
+}
+
+impl<'a> Bench<'a> {
+    fn new(args: &'a Args, model: &'a Model) -> Result<Bench<'a>, Box<dyn std::error::Error>> {
+        // The first token comes of reading the prompt; a batch leaves it to a step.
+        if args.tokens < 2 && args.batch.is_none() {
+            return Err("--tokens 1: no step between two tokens to measure, expected at least 2 without --batch".into());
+        }
+        let context = args.context.unwrap_or(CONTEXT);
+        let needed = context.checked_add(args.tokens).ok_or("--context and --tokens: too many")?;
+        if needed > model.max_tokens() {
+            return Err(format!(
+                "--context {context} --tokens {}: {needed} positions, the model has {}",
+                args.tokens,
+                model.max_tokens()
+            )
+            .into());
+        }
+        if let Some(most) = args.model.max_context.filter(|most| *most < needed) {
+            return Err(format!("--max-context {most}: --context and --tokens need {needed} positions").into());
+        }
+        let began = Instant::now();
+        let usual = args.model.config(model, needed);
+        let traced = cuda::Options { n_trace: loss::TRACED, ..usual.cuda };
+        let config = EngineConfig { sequences: args.batch, cuda: traced, ..usual };
+        let mut engine = super::resident(model, &config)?;
+        if let Some(cuda) = engine.resident_mut().cuda() {
+            cuda.set_tracing(false);
+        }
+        let gpu = engine.resident_mut().cuda().map(|cuda| cuda.gpu().clone());
+        if gpu.is_none() && (args.compare || args.trace.is_some() || args.timeline.is_some()) {
+            return Err("--compare, --trace and --timeline are for GPUs (--device cuda)".into());
+        }
+        warm(model)?;
+        let load = began.elapsed();
+        // Ids spread over the vocabulary by a fixed rule: the same on every machine, others for each sequence.
+        let vocab = model.config().vocab_size() as u64;
+        let id = |sequence: usize, i: usize| ((sequence * 613 + i) as u64 * 7919 % vocab) as u32;
+        let prompt = |sequence| (0..context).map(|i| id(sequence, i)).collect();
+        let prompts = (0..args.batch.unwrap_or(1)).map(prompt).collect();
+        Ok(Bench { args, model, config, engine, gpu, context, needed, prompts, load })
+    }
+
+    fn take(&mut self, measured: &mut Measured) -> Result<Taken, Box<dyn std::error::Error>> {
+        let (args, engine, prompt) = (self.args, &mut self.engine, &self.prompts[0]);
+        let before = measured.found("bandwidth", bandwidth(engine, self.model));
+        let event_before = engine.resident_mut().event_cost();
+        warm_up(args, engine, prompt)?;
+        // What a batch is compared with: as many steps, of which reading the prompt is none.
+        let alone = match args.batch {
+            Some(_) => {
+                engine.generate(prompt, &greedy_options(args.tokens + 1))?.try_for_each(|token| token.map(|_| ()))?;
+                let stamps = engine.stamps();
+                Some(quantile(&steps(&stamps[stamps.len() - 1 - args.tokens..]), 0.5))
+            }
+            None => None,
+        };
+        let runs = Run::several(args, engine, &self.prompts)?;
+        let prefill = runs[runs.len() / 2].prefill;
+        let first_token = if args.batch.is_none() { Some(first_token(engine, prompt, prefill)?) } else { None };
+        let after = measured.found("bandwidth", bandwidth(engine, self.model));
+        let event_after = engine.resident_mut().event_cost();
+        let bandwidth = before.into_iter().chain(after).fold(f64::NAN, f64::max);
+        Ok(Taken { runs, alone, first_token, bandwidth, event: event_before.into_iter().chain(event_after).min() })
+    }
+
+    /// What it runs on.
+    fn runs_on(&self) -> String {
+        self.gpu.as_ref().map_or_else(|| Isa::best().name().to_owned(), |gpu| gpu.info().name.clone())
+    }
+
+    /// Bytes that the step behind so many measured tokens reads: those of one sequence, and as much more of the others' caches.
+    fn bytes_read(&self, tokens: usize) -> u64 {
+        let blocks = &self.engine.resident().compiled().programs[0].blocks;
+        let [none, own] = [0, self.context + tokens].map(|position| bytes_from_memory(blocks, position));
+        none + self.prompts.len() as u64 * (own - none)
+    }
+
+    fn figures(&self, taken: &Taken) -> serde_json::Value {
+        let (args, run, n_sequences) = (self.args, taken.run(), self.prompts.len());
+        let resident = self.engine.resident();
+        let decode = &resident.compiled().programs[decoding(args, resident.compiled())];
+        let n_workers = resident.compiled().image.header().n_workers as usize;
+        let read_tokens = n_sequences * (self.context - usize::from(args.batch.is_some()));
+        // Half way through the measured tokens.
+        let (read, median) = (self.bytes_read(args.tokens / 2), run.median());
+        let rate = read as f64 / median;
+        let mut figures = json!({
+            "model": args.model.model.display().to_string(),
+            "runs_on": self.runs_on(),
+            "workers": n_workers,
+            "load_s": self.load.as_secs_f64(),
+            "compile_ms": resident.compile_time().as_secs_f64() * 1e3,
+            "context": self.context,
+            "prefill_tokens_per_s": read_tokens as f64 / run.prefill.as_secs_f64().max(1e-9),
+            "step_ms_median": median * 1e3,
+            "step_ms_p5": quantile(&run.steps, 0.05) * 1e3,
+            "step_ms_p95": quantile(&run.steps, 0.95) * 1e3,
+            "tokens_per_s": n_sequences as f64 / median,
+            "bytes_per_step": bytes(read),
+            "read_gb_per_s": rate / 1e9,
+            "bandwidth_gb_per_s": taken.bandwidth / 1e9,
+            "share_of_bandwidth_percent": 100.0 * rate / taken.bandwidth,
+            "tasks_per_step": decode.tasks.tasks.len(),
+            "events_per_step": decode.counted.events.len(),
+            "waiting_percent": 100.0 * run.waited.as_secs_f64() / (n_workers as f64 * run.whole.as_secs_f64()),
+            "memory_beside_weights": bytes(resident.owned_bytes()),
+            "peak_rss": peak_rss().map_or("unknown".to_owned(), bytes),
+        });
+        let mut put = |what: &str, value: serde_json::Value| figures[what] = value;
+        if let Some(first_token) = &taken.first_token {
+            put("first_token_ms", first_token.clone());
+        }
+        if let Some(event) = taken.event {
+            put("event_ns", (event.as_nanos() as u64).into());
+        }
+        if taken.runs.len() > 1 {
+            put("step_ms_of_runs", json!(spread(&taken.runs)));
+        }
+        if let Some(alone) = taken.alone {
+            put("sequences", n_sequences.into());
+            put("tokens_per_s_each", (1.0 / median).into());
+            put("tokens_per_s_alone", (1.0 / alone).into());
+            put("times_alone", (n_sequences as f64 * alone / median).into());
+        }
+        figures
+    }
+
+    /// What passes cost that verify up to `drafts` guesses.
+    fn verified(&self, drafts: usize, taken: &Taken) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
+        let most = self.needed.max(self.context + 1 + drafts).min(self.model.max_tokens());
+        let usual = self.args.model.config(self.model, most);
+        let mut engine = Engine::new(self.model, &EngineConfig { prompt_lookup: Some(drafts), ..usual })?;
+        let step = taken.alone.unwrap_or(taken.run().median());
+        Ok(verifying(&mut engine, &self.prompts[0], drafts, step)?)
+    }
+
+    /// The same prompts without each technique, and with a launch for each operator, beside `runs`.
+    fn compare(
+        self,
+        runs: &[Run],
+        measured: &mut Measured,
+        keep: &mut dyn FnMut(&serde_json::Value) -> Outcome,
+    ) -> Outcome {
+        let Bench { args, model, config, mut engine, prompts, .. } = self;
+        let run = &runs[runs.len() / 2];
         let without = args.model.without.set();
         // Flags are compiled: to be without them wants an engine of its own, below.
         let left_out = without.with(Technique::Flags);
@@ -483,19 +573,8 @@ pub(super) fn generator(
         keep(&measured.figures)?;
         let by_operator = cuda::Options { mode: Mode::PerOperator, ..usual };
         measured.add(&["launch_per_operator"], way(by_operator, true, "a launch per operator"));
+        Ok(())
     }
-    if let Some(drafts) = args.prompt_lookup {
-        keep(&measured.figures)?;
-        let usual = args.model.config(model, needed.max(context + 1 + drafts).min(model.max_tokens()));
-        let found = Engine::new(model, &EngineConfig { prompt_lookup: Some(drafts), ..usual })
-            .and_then(|mut engine| verifying(&mut engine, prompt, drafts, alone.unwrap_or(median)));
-        measured.add(&["verifying"], found.map_err(Into::into));
-    }
-    if let Some(quantized) = model.quantized() {
-        measured.figures["quantized_weights"] = bytes(quantized.size_bytes()).into();
-        measured.add(&["accuracy"], accuracy(args, model, quantized.how(), prompt).map(Into::into));
-    }
-    Ok(measured)
 }
 
 /// The losses of a traced run after `prompt`, which is written and drawn where `args` say.
