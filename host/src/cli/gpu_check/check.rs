@@ -1104,12 +1104,13 @@ fn distance(expected: &[f32], found: &[f32]) -> f64 {
 }
 
 /// Models with what `transformers` makes of them, one of each that has operators of its own, or a part of one.
-const FIXTURES: [&str; 10] = [
+const FIXTURES: [&str; 11] = [
     "tiny-qwen3",
     "tiny-llama",
     "tiny-qwen2",
     "tiny-mistral",
     "tiny-qwen3-moe",
+    "tiny-qwen2-moe",
     "tiny-mixtral",
     "tiny-gemma3",
     "tiny-smollm3",
