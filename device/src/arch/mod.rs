@@ -772,6 +772,16 @@ pub(crate) mod atomic {
         unsafe { backend::store_release(word, value) }
     }
 
+    /// Adds to `word`, ordering nothing, and without waiting for what it was.
+    ///
+    /// # Safety
+    /// As [`load_relaxed`].
+    #[track_caller]
+    pub(crate) unsafe fn add_relaxed(word: *mut u32, value: u32) {
+        // SAFETY: the caller's promise.
+        unsafe { backend::add_relaxed(word, value) }
+    }
+
     /// Adds to `word`, ordering nothing; returns what it was.
     ///
     /// # Safety

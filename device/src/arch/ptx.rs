@@ -623,6 +623,11 @@ pub(super) unsafe fn store_release(word: *mut u32, value: u32) {
     unsafe { asm!("st.release.gpu.global.u32 [{}], {};", in(reg64) word, in(reg32) value, options(nostack)) };
 }
 
+pub(super) unsafe fn add_relaxed(word: *mut u32, value: u32) {
+    // SAFETY: the caller promises a word of global memory.
+    unsafe { asm!("red.relaxed.gpu.global.add.u32 [{}], {};", in(reg64) word, in(reg32) value, options(nostack)) };
+}
+
 pub(super) unsafe fn fetch_add(word: *mut u32, value: u32) -> u32 {
     let was;
     // SAFETY: the caller promises a word of global memory.

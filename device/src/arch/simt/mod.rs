@@ -580,6 +580,12 @@ pub(super) unsafe fn add_four(to: *mut f32, four: [f32; 4]) {
 }
 
 #[track_caller]
+pub(super) unsafe fn add_relaxed(word: *mut u32, value: u32) {
+    // SAFETY: the caller's promise.
+    unsafe { fetch_add(word, value) };
+}
+
+#[track_caller]
 pub(super) unsafe fn fetch_add(word: *mut u32, value: u32) -> u32 {
     let was = atomic(word, Touch::Atomic).fetch_add(value, Ordering::Relaxed);
     with(|world| world.changed(word.addr()));

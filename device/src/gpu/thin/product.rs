@@ -179,6 +179,8 @@ unsafe fn run<F: Form>(
             tiles.release_some(oldest, tiles.next().wrapping_sub(oldest));
             return outcome;
         }
+        // PERF: asked for before the row is staged, since machine code waits for it where the products begin.
+        let early = if block.thread < columns { outputs.ask(block.thread) } else { 0 };
         let squares = if of.merges {
             terms::stage::<F, _>(&Parts::new(call, merge), &norm, k, block)
         } else {
@@ -186,13 +188,10 @@ unsafe fn run<F: Form>(
         };
         norm.release(tiles);
         let is_normed = norm.is_present();
-        // Asked for before the products, which take longer.
-        let early = if block.thread < columns { outputs.ask(block.thread) } else { 0 };
-        if is_normed {
-            let squares = warp::sum(squares);
-            if block.lane() == 0 {
-                shared::store(squares_at + block.warp(), squares.to_bits());
-            }
+        // PERF: added up whether they are wanted or not: behind a question nothing else would be done meanwhile.
+        let squares = warp::sum(squares);
+        if is_normed & (block.lane() == 0) {
+            shared::store(squares_at + block.warp(), squares.to_bits());
         }
         // Where a lane finds its two rows of weights: of one matrix the second is eight further on, of two it is the other's.
         let (g, t) = (block.lane() / 4, block.lane() % 4);
