@@ -160,12 +160,28 @@ impl Call<'_> {
         // SAFETY: the caller's promise; flagged elements are words that are only touched atomically.
         unsafe {
             if tensor.is_flagged() {
-                atomic::store_relaxed(to.cast(), flag::mark(value, self.flag()));
+                self.mark_at(to, value);
             } else {
                 cold_path();
                 super::store(tensor.dtype(), to, value);
             }
         }
+    }
+
+    /// Sets element `i` of `row`, which is one of a flagged tensor's.
+    ///
+    /// # Safety
+    /// As [`Row::set`].
+    pub(crate) unsafe fn put_flagged(&self, row: &Row, i: u32, value: f32) {
+        // SAFETY: the caller's promise.
+        unsafe { self.mark_at(row.at(i), value) }
+    }
+
+    /// # Safety
+    /// A flagged element is `to`.
+    unsafe fn mark_at(&self, to: *mut u8, value: f32) {
+        // SAFETY: flagged elements are words that are only touched atomically.
+        unsafe { atomic::store_relaxed(to.cast(), flag::mark(value, self.flag())) };
     }
 
     /// Asks for the element at `at` of `tensor`, for [`told`](Call::told) to look at.

@@ -161,7 +161,7 @@ const SILU: u32 = Activation::Silu as u32;
 const RELU: u32 = Activation::Relu as u32;
 const GELU_TANH: u32 = Activation::GeluTanh as u32;
 
-fn silu(x: f32) -> f32 {
+pub(crate) fn silu(x: f32) -> f32 {
     x * scalar::reciprocal(1.0 + exp(-x))
 }
 
