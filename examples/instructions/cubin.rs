@@ -3,17 +3,19 @@
 use gimli::{DebugLine, DebugLineOffset, LittleEndian};
 use object::read::elf::ElfFile64;
 use object::{Object, ObjectSection, ObjectSymbol, RelocationTarget};
-use perpetua::ptx::{Assembled, MachineInstruction};
+use perpetua::ptx::{Assembled, MachineInstruction, SCOREBOARDS};
 use std::error::Error;
 use std::fmt::Display;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;
 use std::process::Command;
 
-/// Bytes of an instruction, and where among its bits stand the cycles for which its warp waits: four of them, as every disassembly of sm_70 and later
-/// code that shows them has it.
+/// Bytes of an instruction, and where among its bits stand, as every disassembly of sm_70 and later code that shows them has it, the cycles for which its
+/// warp waits, four bits; the scoreboard that its result uses, three bits, all of them set if none does; and those that it waits for, six.
 const BYTES: usize = 16;
 const CYCLES_AT: u32 = 105;
+const USES_AT: u32 = 110;
+const WAITS_AT: u32 = 116;
 
 /// Where lines say which machine code they are of.
 const LINES: &str = ".nv_debug_line_sass";
@@ -81,7 +83,12 @@ fn read(cubin: &[u8], entry: &str) -> Result<Assembled, Box<dyn Error>> {
             line = begun;
         }
         let bits = u128::from_le_bytes(bytes.try_into().expect("as many as were asked for"));
-        MachineInstruction { line, cycles: (bits >> CYCLES_AT) as u32 & 15 }
+        let uses = match (bits >> USES_AT) as u8 & 7 {
+            board if usize::from(board) < SCOREBOARDS => 1 << board,
+            _ => 0,
+        };
+        let (cycles, waits) = ((bits >> CYCLES_AT) as u32 & 15, (bits >> WAITS_AT) as u8 & 63);
+        MachineInstruction { line, cycles, waits, uses }
     });
     Ok(Assembled { instructions: instructions.collect() })
 }

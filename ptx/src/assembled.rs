@@ -1,6 +1,7 @@
 //! What ptxas makes of PTX, as far as cycles are concerned: the instructions' order, and how long each has its warp wait.
 //!
-//! Machine code of sm_90 waits by numbers that the assembler writes into it, for all that takes as long always, and for the rest by flags. It has other
+//! Machine code of sm_90 waits by numbers that the assembler writes into it, for all that takes as long always, and for the rest by six scoreboards: a load
+//! names the one that it uses, and whatever reads it, or is to stand behind it, that it waits for this one, that is for all loads that use it. It has other
 //! instructions than the PTX, in another order, but says which line each comes from (`ptxas -lineinfo`).
 
 use super::decode::Instruction;
@@ -22,7 +23,14 @@ pub struct MachineInstruction {
     pub line: u32,
     /// Cycles until its warp may issue the next one.
     pub cycles: u32,
+    /// The scoreboards, a bit each of [`SCOREBOARDS`], that it waits for before it issues: until all that uses them has come.
+    pub waits: u8,
+    /// The one that its result uses until it comes, likewise; 0: it takes as long as always.
+    pub uses: u8,
 }
+
+/// Scoreboards of a warp.
+pub const SCOREBOARDS: usize = 6;
 
 /// What an instruction of the PTX is in machine code; of PTX that has not been assembled, in which line of code it would be.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -30,6 +38,9 @@ pub(super) struct Placed {
     /// Machine instructions, and the cycles for which the warp waits after them, together.
     pub(super) issues: u32,
     pub(super) cycles: u64,
+    /// Scoreboards that they wait for, and that they use.
+    pub(super) waits: u8,
+    pub(super) uses: u8,
     /// In which lines of code they are, and the last one's number.
     pub(super) lines: Vec<u32>,
     pub(super) last: u32,
@@ -47,6 +58,8 @@ pub(super) fn place(code: &[Instruction], assembled: &Assembled) -> Vec<Placed> 
         let one = &mut placed[pc];
         one.issues += 1;
         one.cycles += u64::from(of.cycles);
+        one.waits |= of.waits;
+        one.uses |= of.uses;
         one.last = number;
         let in_code = number / LINE;
         if !one.lines.contains(&in_code) {

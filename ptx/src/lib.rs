@@ -62,7 +62,7 @@ mod parse;
 mod pipeline;
 mod rows;
 
-pub use assembled::{Assembled, MachineInstruction};
+pub use assembled::{Assembled, MachineInstruction, SCOREBOARDS};
 pub use machine::{Launch, Marks, Report};
 pub use memory::Memory;
 pub use pipeline::InstructionCache;

@@ -17,11 +17,11 @@
 //! is a lower bound rather than a forecast.
 //!
 //! Of [machine code](Assembled) its own instructions issue, in their order, each after the cycles that the assembler has put behind the one before; loads,
-//! shuffles and special functions are waited for as above. Tensor cores then take as long for a product as one warp's products do; those of a warpgroup
+//! shuffles and special functions are waited for where it says so, which is not only where they are read. Tensor cores then take as long for a product as one warp's products do; those of a warpgroup
 //! are made one after the other, and waited for where the code says so. That knows ptxas's
 //! registers, moves and order; still not copies' way into shared memory, and what takes and releases tiles (`docs/cycles.md`).
 
-use super::assembled::{Assembled, LINE, Placed, place};
+use super::assembled::{Assembled, LINE, Placed, SCOREBOARDS, place};
 use super::decode::{Access, Instruction, Op, Pc, Pred, Slot, Space};
 use super::machine::{WARP, lanes_of};
 use super::rows::Row;
@@ -264,6 +264,8 @@ struct Clock {
     /// When registers' and predicates' values are there, and by which instruction.
     rows: Vec<(u64, Pc)>,
     preds: Vec<(u64, Pc)>,
+    /// Of machine code: when all that uses a scoreboard has come, and what comes last.
+    boards: [(u64, Pc); SCOREBOARDS],
     /// When the last branch or barrier had been passed.
     since: u64,
     /// The last issue after it, and how many there were.
@@ -393,6 +395,11 @@ impl OfGroup {
     }
 }
 
+/// Those of the scoreboards that `of` has the bits of.
+fn boards(of: u8) -> impl Iterator<Item = usize> {
+    (0..SCOREBOARDS).filter(move |board| of >> board & 1 == 1)
+}
+
 /// Warp schedulers of an SM.
 const SCHEDULERS: usize = 4;
 
@@ -479,6 +486,7 @@ impl Pipeline {
         let clock = || Clock {
             rows: vec![(0, NOBODY); rows as usize],
             preds: vec![(0, NOBODY); preds as usize],
+            boards: [(0, NOBODY); SCOREBOARDS],
             since: 0,
             latest: 0,
             issues: 0,
@@ -662,9 +670,11 @@ impl Pipeline {
             let (one, operands) = (&self.placed[pc as usize], &self.operands[pc as usize]);
             let clock = &mut self.warps[number];
             let (mut now, (last, by)) = (clock.now(), clock.last_of(operands));
-            if one.issues > 0 && last > now {
-                clock.spent.push(Spent { at: pc, by, cycles: last - now });
-                now = last;
+            let of_boards = boards(one.waits).map(|board| clock.boards[board]);
+            let (until, for_whom) = of_boards.fold((last, by), Ord::max);
+            if one.issues > 0 && until > now {
+                clock.spent.push(Spent { at: pc, by: for_whom, cycles: until - now });
+                now = until;
             }
             let made = match self.latencies[pc as usize] {
                 Some(latency) => (now.max(last) + latency + accesses.saturating_sub(1), pc),
@@ -672,6 +682,9 @@ impl Pipeline {
                 None => (0, NOBODY),
             };
             clock.make(operands, made);
+            if self.latencies[pc as usize].is_some() {
+                boards(one.uses).for_each(|board| clock.boards[board] = clock.boards[board].max(made));
+            }
             if one.cycles > 0 {
                 clock.spent.push(Spent { at: pc, by: pc, cycles: one.cycles });
             }

@@ -299,7 +299,18 @@ fn a_chain_takes_its_latencies_and_what_stands_beside_it_none() {
 
 /// The cycles that a warp takes for `body` as machine code whose instructions come from these lines of it, and wait for so long.
 fn assembled_cycles(body: &str, instructions: &[(u32, u32)], threads: u32) -> u64 {
-    let placed = |(line, cycles): &(u32, u32)| MachineInstruction { line: FIRST + line, cycles: *cycles };
+    let placed = instructions.iter().map(|(line, cycles)| (*line, *cycles, 0, 0)).collect::<Vec<_>>();
+    boarded_cycles(body, &placed, threads)
+}
+
+/// The same of instructions that wait for scoreboards, too, and use one.
+fn boarded_cycles(body: &str, instructions: &[(u32, u32, u8, u8)], threads: u32) -> u64 {
+    let placed = |&(line, cycles, waits, uses): &(u32, u32, u8, u8)| MachineInstruction {
+        line: FIRST + line,
+        cycles,
+        waits,
+        uses,
+    };
     let assembled = Assembled { instructions: instructions.iter().map(placed).collect() };
     let report = assembled_between(Some(&assembled), body, threads);
     assert_eq!(report.spent[&7].values().sum::<u64>(), report.cycles[&7][0]);
@@ -335,11 +346,28 @@ fn machine_code_goes_in_its_order_and_waits_as_it_says() {
     assert_eq!(assembled_cycles(chain, &[(0, 1); 20], 256), 40, "but both issue");
     // Nine instructions of which eight are a line of code.
     let lines = |instructions: usize| {
-        let instructions = vec![MachineInstruction { line: FIRST, cycles: 1 }; instructions];
+        let one = MachineInstruction { line: FIRST, cycles: 1, waits: 0, uses: 0 };
+        let instructions = vec![one; instructions];
         let report = assembled_between(Some(&Assembled { instructions }), chain, 32);
         report.code[&7].iter().map(|word| word.count_ones()).sum::<u32>()
     };
     assert_eq!([lines(8), lines(9)], [1, 2]);
+}
+
+#[test]
+fn machine_code_waits_for_all_that_uses_a_scoreboard() {
+    // Two loads, and what reads the first of them.
+    let body = "ld.shared.b32 %r2, [%r192];\nld.shared.b32 %r3, [%r194];\nadd.s32 %r4, %r2, 1;";
+    let code = |loads: [(u8, u8); 2], waits| {
+        let [(first, uses), (second, other)] = loads;
+        boarded_cycles(body, &[(0, 1, first, uses), (1, 1, second, other), (2, 5, waits, 0)], 32)
+    };
+    // Lanes' words sixteen bytes apart are four times as many accesses, three cycles more.
+    assert_eq!(code([(0, 1), (0, 2)], 1), 29 + 5, "each has its own");
+    assert_eq!(code([(0, 1), (0, 1)], 1), 1 + 29 + 3 + 5, "both use one, so both are waited for");
+    assert_eq!(code([(0, 1), (1, 1)], 1), 29 + 29 + 3 + 5, "the second waits for the first, which uses its scoreboard");
+    assert_eq!(code([(0, 1), (0, 2)], 3), 1 + 29 + 3 + 5, "what nobody reads is waited for where the code says so");
+    assert_eq!(code([(0, 1), (0, 2)], 0), 29 + 5, "and what is read in any case");
 }
 
 #[test]
