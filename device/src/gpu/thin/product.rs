@@ -188,10 +188,11 @@ unsafe fn run<F: Form>(
         };
         norm.release(tiles);
         let is_normed = norm.is_present();
-        // PERF: added up whether they are wanted or not: behind a question nothing else would be done meanwhile.
-        let squares = warp::sum(squares);
-        if is_normed & (block.lane() == 0) {
-            shared::store(squares_at + block.warp(), squares.to_bits());
+        if is_normed {
+            let squares = warp::sum(squares);
+            if block.lane() == 0 {
+                shared::store(squares_at + block.warp(), squares.to_bits());
+            }
         }
         // Where a lane finds its two rows of weights: of one matrix the second is eight further on, of two it is the other's.
         let (g, t) = (block.lane() / 4, block.lane() % 4);
