@@ -464,10 +464,14 @@ fn interrupt_flag() -> Result<Arc<AtomicBool>, Box<dyn std::error::Error>> {
     Ok(flag)
 }
 
+/// What messages call the text that [`read_text`] reads.
+fn name_of_text(path: &Path) -> String {
+    if path == Path::new("-") { "standard input".to_owned() } else { path.display().to_string() }
+}
+
 /// The text of file `path`; of `-`, standard input's.
 fn read_text(path: &Path) -> Result<String, String> {
-    let is_input = path == Path::new("-");
-    let name = if is_input { "standard input".to_owned() } else { path.display().to_string() };
+    let (is_input, name) = (path == Path::new("-"), name_of_text(path));
     let mut bytes = Vec::new();
     let read = match is_input {
         true => std::io::stdin().lock().read_to_end(&mut bytes).map(drop),

@@ -1,6 +1,6 @@
 //! `perpetua pack`: static memory packing of a CSV file.
 
-use super::{at_least, note, read_text, seconds, writable, write_whole};
+use super::{at_least, name_of_text, note, read_text, seconds, writable, write_whole};
 use std::error::Error;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -37,7 +37,7 @@ pub(crate) struct Args {
 /// Packs, checks and writes.
 pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     writable([&*args.out], [&*args.input])?;
-    let input = args.input.display();
+    let input = name_of_text(&args.input);
     let text = read_text(&args.input)?;
     let table = Table::parse(&text).map_err(|error| format!("{input}: {error}"))?;
     let problem = Problem::new(table.buffers.clone(), args.capacity).map_err(|error| format!("{input}: {error}"))?;

@@ -1,7 +1,7 @@
 //! `perpetua plan --graph`: tasks and events of a graph of cut operators that no model file describes.
 
 use super::plan::Pictures;
-use super::{Outcome, Rows, note, print, read_text};
+use super::{Outcome, Rows, name_of_text, note, print, read_text};
 use perpetua::compile::CompileError;
 use perpetua::graph::task::{self, TaskClass, Violation, json};
 use std::path::Path;
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 /// Reads the graph, finds tasks, events and worker lists for `n_workers`, judges them if asked to, and writes what is
 /// wanted; figures go to stdout.
 pub(crate) fn run(graph_path: &Path, n_workers: u32, pictures: &Pictures, check: bool) -> Outcome {
-    let name = graph_path.display();
+    let name = name_of_text(graph_path);
     let mut stages: Vec<(&str, Duration)> = Vec::new();
     let mut clock = Instant::now();
     let mut stage = |name| {

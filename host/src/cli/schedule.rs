@@ -1,6 +1,6 @@
 //! `perpetua schedule`: the feasible memory scheduler on a plain graph.
 
-use super::{note, read_text, writable, write_whole};
+use super::{name_of_text, note, read_text, writable, write_whole};
 use std::error::Error;
 use std::path::PathBuf;
 
@@ -32,7 +32,7 @@ pub(crate) struct Args {
 /// Schedules, checks and writes.
 pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     writable([&*args.out], [&*args.input])?;
-    let input = args.input.display();
+    let input = name_of_text(&args.input);
     let text = read_text(&args.input)?;
     let graph = plain::json::parse_graph(&text).map_err(|error| format!("{input}: {error}"))?;
     let schedule = plain::schedule(&graph);
