@@ -367,7 +367,7 @@ pub(super) fn generator(
     }
     // Last: it takes the engine apart.
     if args.compare {
-        bench.compare(&taken.runs, &mut measured, keep)?;
+        bench.compare(taken.run(), &mut measured, keep)?;
     }
     Ok(measured)
 }
@@ -380,8 +380,6 @@ struct Bench<'a> {
     engine: Engine,
     gpu: Option<Gpu>,
     context: usize,
-    /// Positions that the prompt and the measured tokens take.
-    needed: usize,
     /// Of each sequence.
     prompts: Vec<Vec<u32>>,
     load: Duration,
@@ -445,7 +443,7 @@ impl<'a> Bench<'a> {
         let id = |sequence: usize, i: usize| ((sequence * 613 + i) as u64 * 7919 % vocab) as u32;
         let prompt = |sequence| (0..context).map(|i| id(sequence, i)).collect();
         let prompts = (0..args.batch.unwrap_or(1)).map(prompt).collect();
-        Ok(Bench { args, model, config, engine, gpu, context, needed, prompts, load })
+        Ok(Bench { args, model, config, engine, gpu, context, prompts, load })
     }
 
     fn take(&mut self, measured: &mut Measured) -> Result<Taken, Box<dyn std::error::Error>> {
@@ -535,22 +533,21 @@ impl<'a> Bench<'a> {
 
     /// What passes cost that verify up to `drafts` guesses.
     fn verified(&self, drafts: usize, taken: &Taken) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
-        let most = self.needed.max(self.context + 1 + drafts).min(self.model.max_tokens());
+        let most = (self.context + self.args.tokens.max(1 + drafts)).min(self.model.max_tokens());
         let usual = self.args.model.config(self.model, most);
         let mut engine = Engine::new(self.model, &EngineConfig { prompt_lookup: Some(drafts), ..usual })?;
         let step = taken.alone.unwrap_or(taken.run().median());
         Ok(verifying(&mut engine, &self.prompts[0], drafts, step)?)
     }
 
-    /// The same prompts without each technique, and with a launch for each operator, beside `runs`.
+    /// The same prompts without each technique, and with a launch for each operator, beside `run`.
     fn compare(
         self,
-        runs: &[Run],
+        run: &Run,
         measured: &mut Measured,
         keep: &mut dyn FnMut(&serde_json::Value) -> Outcome,
     ) -> Outcome {
         let Bench { args, model, config, mut engine, prompts, .. } = self;
-        let run = &runs[runs.len() / 2];
         let without = args.model.without.set();
         // Flags are compiled: to be without them wants an engine of its own, below.
         let left_out = without.with(Technique::Flags);

@@ -184,9 +184,13 @@ pub(super) fn decoder(
         (true, true) => ropes.sliding.clone(),
         (false, true) => ropes.full.clone(),
     };
-    let (experts, of_the_one) = experts(fields, architecture, n_layers)?;
-    let intermediate_size = match of_the_one {
-        Some(of_the_one) => of_the_one,
+    let experts = experts(fields, architecture, n_layers)?;
+    let alone = traits.mixture.and_then(|mixture| mixture.shared).filter(|of| of.stands_alone && experts.is_none());
+    let intermediate_size = match alone {
+        Some(shared) => match shared_size(fields, shared)? {
+            0 => return Err(fields.wrong(shared.key, "at least 1, where there are no experts")),
+            size => size,
+        },
         None => size("intermediate_size", 1..=MAX_INTERMEDIATE, 9216)?,
     };
     const SCALARS: RangeInclusive<f64> = 1e-6..=1e9;
@@ -382,23 +386,18 @@ fn windows(
     Ok(layers.iter().map(|layer| window.filter(|_| layer.slides)).collect())
 }
 
-/// The mixtures of experts of `architecture`; and the size of what layers have for an MLP, where that is not what `intermediate_size` says.
-fn experts(
-    fields: &Fields<'_>,
-    architecture: Architecture,
-    n_layers: usize,
-) -> Result<(Option<Experts>, Option<usize>), ModelError> {
+/// Elements between the linear layers of an MLP that all rows go to; 0: there is none.
+fn shared_size(fields: &Fields<'_>, Shared { key, intermediate_size, .. }: Shared) -> Result<usize, ModelError> {
+    Ok(fields.whole(key, 0..=MAX_INTERMEDIATE)?.unwrap_or(intermediate_size))
+}
+
+/// The mixtures of experts of `architecture`.
+fn experts(fields: &Fields<'_>, architecture: Architecture, n_layers: usize) -> Result<Option<Experts>, ModelError> {
     const MOST: usize = routing::MAX_EXPERTS as usize;
-    let Some(mixture) = architecture.traits().mixture else { return Ok((None, None)) };
+    let Some(mixture) = architecture.traits().mixture else { return Ok(None) };
     // Which of its names the number has depends on the version of transformers that wrote the file.
     let key = if fields.get("num_experts").is_some() { "num_experts" } else { "num_local_experts" };
     let n = fields.whole(key, usize::from(!mixture.may_lack)..=MOST)?.unwrap_or(mixture.n);
-    let shared = match mixture.shared {
-        Some(Shared { key, intermediate_size, .. }) => {
-            fields.whole(key, 0..=MAX_INTERMEDIATE)?.unwrap_or(intermediate_size)
-        }
-        None => 0,
-    };
     let (mut step, mut dense) = (1, Vec::new());
     if mixture.may_lack {
         step = fields.whole("decoder_sparse_step", 1..=MAX_LAYERS)?.unwrap_or(1);
@@ -408,11 +407,7 @@ fn experts(
     let layers: Vec<bool> =
         (0..n_layers).map(|layer| n > 0 && (layer + 1) % step == 0 && !dense.contains(&layer)).collect();
     if !layers.contains(&true) {
-        return match mixture.shared.filter(|shared| shared.stands_alone) {
-            Some(Shared { key, .. }) if shared == 0 => Err(fields.wrong(key, "at least 1, where there are no experts")),
-            Some(_) => Ok((None, Some(shared))),
-            None => Ok((None, None)),
-        };
+        return Ok(None);
     }
     let intermediate_size = match mixture.intermediate_size {
         Some(size) => fields.whole("moe_intermediate_size", 1..=MAX_INTERMEDIATE)?.unwrap_or(size),
@@ -423,7 +418,10 @@ fn experts(
     if chosen > most {
         return Err(fields.wrong("num_experts_per_tok", format!("at most {key}, {n}")));
     }
-    let of_shared = |of: Shared| SharedExpert { intermediate_size: shared, is_weighed: of.is_weighed };
-    let shared = mixture.shared.filter(|_| shared > 0).map(of_shared);
-    Ok((Some(Experts { n, chosen, intermediate_size, normalise, layers, shared }), None))
+    let shared = match mixture.shared {
+        Some(of) => Some(SharedExpert { intermediate_size: shared_size(fields, of)?, is_weighed: of.is_weighed }),
+        None => None,
+    };
+    let shared = shared.filter(|shared| shared.intermediate_size > 0);
+    Ok(Some(Experts { n, chosen, intermediate_size, normalise, layers, shared }))
 }
