@@ -5,6 +5,7 @@
 //! - [`gemm`]: dot products of weight rows with activation rows, from one row (decode) to hundreds (prefill).
 //! - [`outer`]: products as sums of outer products, faster where no single row has to be; [`amx`]: on a matrix unit.
 //! - [`rowwise`]: norms, element-wise functions, rotary embedding.
+//! - [`recurrent`]: what goes through a sequence's rows one by one, from state to state.
 //! - [`math`]: functions std does not have.
 //! - [`ahead`]: weights asked for before their task may run.
 //! - [`bandwidth`]: a plain read of memory, to measure the rest against.
@@ -18,6 +19,7 @@ pub mod simd;
 pub(crate) mod amx;
 pub(crate) mod gemm;
 pub(crate) mod outer;
+pub(crate) mod recurrent;
 pub(crate) mod rows;
 pub(crate) mod rowwise;
 

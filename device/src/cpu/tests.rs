@@ -12,6 +12,7 @@ use proptest::prelude::*;
 
 #[cfg(target_arch = "x86_64")]
 mod matrix_unit;
+mod recurrent;
 
 /// A tensor's own memory: filled with a pattern, so that writes outside the box show.
 #[derive(Clone)]
@@ -1019,7 +1020,7 @@ mod rowwise {
         ) {
             let d = 2 * half;
             // All, or some.
-            let turned_pairs = if half > 64 { half } else { half.min((part * half as f64) as usize) } as u32;
+            let turned_pairs = half.min((part * half as f64) as usize) as u32;
             let norm = |s: u64| match normed {
                 true => Memory::new(DType::Bf16, &[d], 0, 1, |i| noise(seed ^ s, i)),
                 false => Memory::absent(),

@@ -66,7 +66,7 @@ impl Random {
 
     /// How many pairs of a head of `d` elements are turned: all, or some.
     fn turned_pairs(&mut self, d: u32) -> u32 {
-        if d > 128 || self.flip() { d / 2 } else { self.below(d / 2) }
+        if d > rope::MOST_IN_PART || self.flip() { d / 2 } else { self.below(d / 2) }
     }
 
     fn flip(&mut self) -> bool {
@@ -750,6 +750,69 @@ judged! {
     routes_and_slots: 24,
     routed_linear: 24,
     routed_linear_in_shares: 6,
+    causal_conv: 40,
+    delta_rule: 40,
+    gated: 40,
+}
+
+/// Whether the pass is a sequence's first, which begins with nothing, or a later one.
+fn some_first(random: &mut Random) -> u32 {
+    if random.flip() { 0 } else { random.one_to(9) }
+}
+
+fn causal_conv(random: &mut Random, round: usize) {
+    let rows = [1, random.one_to(7)][round % 2];
+    let (n, taps) = (random.one_to(200), 1 + random.one_to(4));
+    let mut case = Case::new::<CausalConv>(causal_conv::Params { activation: random.below(5) });
+    for extent in [[rows, n], [n, taps]] {
+        let dtype = random.dtype();
+        case.floats(random, dtype, &extent);
+    }
+    case.maybe(random, &[n]);
+    case.maybe(random, &[rows, n]);
+    case.maybe(random, &[rows, n]);
+    case.floats(random, DType::F32, &[taps - 1, n]);
+    let dtype = random.dtype();
+    case.push(random, dtype, &[rows, n], |_| 7.0);
+    case.step.first_pos = some_first(random);
+    case.step.rows = random.below(rows + 1);
+    case.judge("causal_conv");
+}
+
+fn delta_rule(random: &mut Random, round: usize) {
+    let rows = [1, random.one_to(9), 130 + random.below(9)][[0, 1, 0, 2][round % 4]];
+    let (heads, group) = (random.one_to(2), random.one_to(2));
+    // Every third time a head as models have them, in part.
+    let (d_k, d_v) = if round.is_multiple_of(3) { (128, 16) } else { (random.one_to(128), random.one_to(70)) };
+    let mut case = Case::new::<DeltaRule>(delta_rule::Params {});
+    let dtype = random.dtype();
+    case.floats(random, dtype, &[rows, heads, d_k]);
+    case.floats(random, dtype, &[rows, heads, d_k]);
+    case.floats(random, dtype, &[rows, heads, group, d_v]);
+    case.floats(random, DType::F32, &[rows, heads, group]);
+    case.floats(random, DType::F32, &[rows, heads, group]);
+    case.floats(random, dtype, &[heads, group]);
+    case.push(random, dtype, &[heads, group], |random| 4.0 * random.float());
+    case.floats(random, DType::F32, &[heads, group, d_v, d_k]);
+    let dtype = random.dtype();
+    case.push(random, dtype, &[rows, heads, group, d_v], |_| 7.0);
+    case.step.first_pos = some_first(random);
+    case.step.rows = random.below(rows + 1);
+    case.judge("delta_rule");
+}
+
+fn gated(random: &mut Random, round: usize) {
+    let rows = [1, random.one_to(5)][round % 2];
+    let (heads, d) = (random.one_to(4), random.one_to([40, 300][round / 2 % 2]));
+    let mut case = Case::new::<Gated>(gated::Params { eps: 1e-5, is_silu: random.below(2) });
+    let dtype = random.dtype();
+    case.floats(random, dtype, &[rows, heads, d]);
+    case.maybe(random, &[d]);
+    case.floats(random, dtype, &[rows, heads, d]);
+    let dtype = random.dtype();
+    case.push(random, dtype, &[rows, heads, d], |_| 7.0);
+    case.step.rows = random.below(rows + 1);
+    case.judge("gated");
 }
 
 fn linear(random: &mut Random, round: usize) {
@@ -1255,7 +1318,8 @@ fn rope(random: &mut Random, round: usize) {
     } else {
         2 * random.one_to([50, 140][round / 2 % 2])
     };
-    let turned_pairs = if by_eights && d <= 128 { random.turned_pairs(d) / 4 * 4 } else { random.turned_pairs(d) };
+    let turned_pairs = random.turned_pairs(d);
+    let turned_pairs = if by_eights && turned_pairs < d / 2 { turned_pairs / 4 * 4 } else { turned_pairs };
     let context = 56;
     let mut case = Case::new::<Rope>(rope::Params { eps: 1e-6, turned_pairs, factor: 1.25 });
     let (dtype, cached) = if by_eights { (DType::F32, DType::Bf16) } else { (random.dtype(), random.dtype()) };

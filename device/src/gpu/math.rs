@@ -20,6 +20,24 @@ pub(crate) fn exp(x: f32) -> f32 {
     exp2(r * core::f32::consts::LOG2_E) * exp2(n)
 }
 
+/// ln x to 3e-7 of itself and 1e-7, of a positive number that is not subnormal: x = m 2^n with m from 2/3 to 4/3, and ln m = 2 atanh((m - 1) / (m + 1)).
+fn ln(x: f32) -> f32 {
+    const TWO_THIRDS: u32 = 0x3f2a_aaab;
+    let n = (x.to_bits().wrapping_sub(TWO_THIRDS) as i32) >> 23;
+    let m = f32::from_bits(x.to_bits().wrapping_sub((n as u32) << 23));
+    let s = (m - 1.0) * scalar::reciprocal(m + 1.0);
+    let z = s * s;
+    let mut p = fma(1.0 / 9.0, z, 1.0 / 7.0);
+    p = fma(p, z, 1.0 / 5.0);
+    p = fma(p, z, 1.0 / 3.0);
+    fma(n as f32, core::f32::consts::LN_2, 2.0 * fma(p * z, s, s))
+}
+
+/// ln(1 + e^x).
+pub(crate) fn softplus(x: f32) -> f32 {
+    if x > 20.0 { x } else { ln(1.0 + exp(x)) }
+}
+
 /// 1 / sqrt(x) to 2 ulp, of a number that is not subnormal.
 pub(crate) fn rsqrt(x: f32) -> f32 {
     scalar::rsqrt(x)

@@ -448,6 +448,9 @@ kernels! {
     18 => expert_routes::ExpertRoutes,
     19 => routed_linear::RoutedLinear,
     20 => slot_sum::SlotSum,
+    21 => causal_conv::CausalConv,
+    22 => delta_rule::DeltaRule,
+    23 => gated::Gated,
 }
 
 pub mod routing;

@@ -48,7 +48,7 @@ unsafe fn erf<S: Simd>(x: S::F) -> S::F {
 
 /// x / (1 + e^-u): x * sigmoid(u).
 #[inline(always)]
-unsafe fn gated<S: Simd>(x: S::F, u: S::F) -> S::F {
+pub(crate) unsafe fn gated<S: Simd>(x: S::F, u: S::F) -> S::F {
     // SAFETY: arithmetic only.
     unsafe { S::div(x, S::add(S::splat(1.0), exp::<S>(S::sub(S::splat(0.0), u)))) }
 }

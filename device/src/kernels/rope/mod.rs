@@ -65,10 +65,9 @@ pub(super) fn check(turned_pairs: u32, io: &[Operand]) -> Result<(), Violation> 
         return Err(format!("{turned_pairs} pairs are turned, of heads of {d} elements"));
     }
     // A warp reads so much of a head before it writes in its place.
-    if turned_pairs < d / 2 && d > 4 * WARP {
+    if turned_pairs < d / 2 && d > MOST_IN_PART {
         return Err(format!(
-            "{turned_pairs} pairs of heads of {d} elements are turned, expected all beyond {}",
-            4 * WARP
+            "{turned_pairs} pairs of heads of {d} elements are turned, expected all beyond {MOST_IN_PART}"
         ));
     }
     rules::rank("q", q, 4)?;
@@ -154,6 +153,9 @@ pub(super) struct Ahead {
 /// Pairs that a warp has at a time.
 const AT_ONCE: u32 = 2 * WARP;
 
+/// Elements of a head that is turned in part, at most: its elements move, and a warp reads the next pairs before it puts these.
+pub const MOST_IN_PART: u32 = 2 * 2 * AT_ONCE;
+
 impl Turn {
     /// The lane's pairs from `first` on; lanes beyond the last have that one.
     fn pairs(&self, first: u32) -> [u32; 2] {
@@ -205,8 +207,8 @@ impl Turn {
     }
 
     /// A warp's [`turned`]: gives `put` what becomes elements i and i + half, and i + 1 and i + 1 + half, of the head of which `from`
-    /// gets some, on one lane each; where i + 1 is half, of an odd half, nobody wants the second. A lane has read its elements
-    /// before it puts them, and with a norm every lane has. `x` are the first pairs' elements, `ahead` theirs.
+    /// gets some, on one lane each; where i + 1 is half, of an odd half, nobody wants the second. Lanes have read these elements and
+    /// the next ones before they put them. `x` are the first pairs' elements, `ahead` theirs.
     ///
     /// # Safety
     /// Every lane of the warp makes this same call; the head is there, and see [`ask`](Turn::ask).
@@ -241,6 +243,12 @@ impl Turn {
             }
             let mut first = 0;
             loop {
+                let (next, mut more) = (first + AT_ONCE, [0.0; 4]);
+                if next < half {
+                    // Heads of more than 128 elements.
+                    cold_path();
+                    more = from(self.elements(next));
+                }
                 // Lanes beyond the last pair have read that one, which may be about to be written.
                 warp::sync();
                 let turned =
@@ -252,13 +260,11 @@ impl Turn {
                 if i < half {
                     put(i, one, other);
                 }
-                first += AT_ONCE;
-                if first >= half {
+                if next >= half {
                     return;
                 }
-                // Heads of more than 128 elements.
                 cold_path();
-                (x, ahead) = (from(self.elements(first)), self.ahead(first));
+                (first, x, ahead) = (next, more, self.ahead(next));
             }
         }
     }

@@ -1,0 +1,416 @@
+//! Bodies that go through the rows of a sequence one after the other, from state to state, and what stands behind them.
+//!
+//! Each sums in one order, whatever number of rows a pass has: a prompt gives the bits of its tokens one by one.
+
+use super::Scratch;
+use super::rows::{self, Row};
+use super::simd::{Body, Leaf, Level, Simd, activate, gated};
+use crate::io::Tensor;
+use crate::kernels::linear::Activation;
+use crate::kernels::{causal_conv, delta_rule};
+use core::marker::PhantomData;
+
+/// See the macro kernel `causal_conv`.
+pub(crate) struct CausalConv<'a> {
+    pub(crate) rows: usize,
+    /// Whether the state counts as zeros.
+    pub(crate) is_first: bool,
+    pub(crate) activation: Activation,
+    pub(crate) x: Tensor,
+    pub(crate) w: Tensor,
+    pub(crate) bias: Tensor,
+    pub(crate) gate: Tensor,
+    pub(crate) scale: Tensor,
+    pub(crate) state: Tensor,
+    pub(crate) y: Tensor,
+    pub(crate) scratch: &'a mut Scratch,
+}
+
+/// Columns whose rows lie in the scratch memory together.
+const COLUMNS: usize = 128;
+
+impl Body for CausalConv<'_> {
+    type Output = ();
+    unsafe fn run<L: Level>(self) {
+        let (n, taps) = (self.x.extent(1), self.w.extent(1));
+        let [u, filters] = self.scratch.areas([(taps - 1 + self.rows) * COLUMNS, taps * COLUMNS]);
+        for first in (0..n).step_by(COLUMNS) {
+            let columns = COLUMNS.min(n - first);
+            for (c, j) in (0..columns).flat_map(|c| (0..taps).map(move |j| (c, j))) {
+                // SAFETY: inside the area.
+                unsafe { filters.add(j * COLUMNS + c).write(self.w.get([first + c, j])) };
+            }
+            // SAFETY: the level exists (caller); the areas have room, and nobody else has them.
+            unsafe { L::S::call(Columns::<L::S> { conv: &self, first, columns, u, filters, set: PhantomData }) };
+        }
+    }
+}
+
+struct Columns<'a, 'b, S> {
+    conv: &'a CausalConv<'b>,
+    first: usize,
+    columns: usize,
+    /// `[taps - 1 + rows, COLUMNS]`: what is convolved, that of earlier passes first.
+    u: *mut f32,
+    /// `[taps, COLUMNS]`.
+    filters: *const f32,
+    set: PhantomData<S>,
+}
+
+impl<S: Simd> Leaf for Columns<'_, '_, S> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let CausalConv { rows, is_first, activation, x, w, bias, gate, scale, state, y, .. } = self.conv;
+        let (first, columns, before) = (self.first, self.columns, w.extent(1) - 1);
+        let row = |tensor: &Tensor, r: usize| Row::of(tensor, [r, first], columns);
+        let optional = |tensor: &Tensor, r: usize| tensor.is_present().then(|| row(tensor, r));
+        // SAFETY: inside the rows and the areas; the set exists (caller).
+        unsafe {
+            let at = |r: usize, i: usize| self.u.add(r * COLUMNS + i);
+            for r in 0..before + rows {
+                let (from, by) = match r.checked_sub(before) {
+                    Some(r) => (Some(row(x, r)), optional(gate, r)),
+                    None => ((!is_first).then(|| row(state, r)), None),
+                };
+                let mut i = 0;
+                while i < columns {
+                    let n = S::LANES.min(columns - i);
+                    let mut value = match from {
+                        Some(from) => from.load::<S>(i, n),
+                        None => S::splat(0.0),
+                    };
+                    if let Some(by) = by {
+                        value = S::mul(value, by.load::<S>(i, n));
+                    }
+                    rows::store::<S>(at(r, i), n, value);
+                    i += n;
+                }
+            }
+            let bias = bias.is_present().then(|| Row::of(bias, [first], columns));
+            for r in 0..*rows {
+                let (scale, y) = (optional(scale, r), row(y, r));
+                let mut i = 0;
+                while i < columns {
+                    let n = S::LANES.min(columns - i);
+                    let mut sum = S::splat(0.0);
+                    for j in 0..=before {
+                        let filter = rows::load::<S>(self.filters.add(j * COLUMNS + i), n);
+                        sum = S::fma(filter, rows::load::<S>(at(r + j, i), n), sum);
+                    }
+                    if let Some(bias) = bias {
+                        sum = S::add(sum, bias.load::<S>(i, n));
+                    }
+                    let mut made = activate::<S>(*activation, sum);
+                    if let Some(scale) = scale {
+                        made = S::mul(made, scale.load::<S>(i, n));
+                    }
+                    y.store::<S>(i, n, made);
+                    i += n;
+                }
+            }
+            // A pass without rows leaves what there is.
+            for j in 0..if *rows > 0 { before } else { 0 } {
+                let state = row(state, j);
+                let mut i = 0;
+                while i < columns {
+                    let n = S::LANES.min(columns - i);
+                    state.store::<S>(i, n, rows::load::<S>(at(rows + j, i), n));
+                    i += n;
+                }
+            }
+        }
+    }
+}
+
+const _: () = assert!(causal_conv::MAX_TAPS as usize <= COLUMNS);
+
+/// See the macro kernel `delta_rule`.
+pub(crate) struct DeltaRule<'a> {
+    pub(crate) rows: usize,
+    /// Whether the state counts as zeros.
+    pub(crate) is_first: bool,
+    pub(crate) q: Tensor,
+    pub(crate) k: Tensor,
+    pub(crate) v: Tensor,
+    /// a, b, a_log and dt_bias.
+    pub(crate) gates: [Tensor; 4],
+    pub(crate) state: Tensor,
+    pub(crate) y: Tensor,
+    pub(crate) scratch: &'a mut Scratch,
+}
+
+/// Rows of a state, 16 KiB of 128 elements each, that stay in the first cache while the pass's rows go through them.
+const STATE_ROWS: usize = 32;
+
+/// A row of the pass, as all rows of a head's state want it.
+#[derive(Clone, Copy)]
+struct Found {
+    decay: f32,
+    beta: f32,
+    /// k' . q'.
+    both: f32,
+}
+
+impl Body for DeltaRule<'_> {
+    type Output = ();
+    unsafe fn run<L: Level>(self) {
+        let [heads, group, d_v, d_k] = [0, 1, 2, 3].map(|dim| self.state.extent(dim));
+        let rows = self.rows;
+        if rows == 0 {
+            return;
+        }
+        // Three words of a row are what is found of it.
+        let [keys, queries, found] = self.scratch.areas([rows * d_k, rows * d_k, 3 * rows]);
+        let [a, b, a_log, dt_bias] = &self.gates;
+        for h in 0..heads {
+            for r in 0..rows {
+                let unit = |from: &Tensor, to: *mut f32, by: f32| {
+                    let from = Row::of(from, [r, h, 0], d_k);
+                    // SAFETY: the level exists (caller); the area has a row of as many.
+                    unsafe { L::S::call(Unit::<L::S> { from, to: to.add(r * d_k), by, set: PhantomData }) };
+                };
+                unit(&self.k, keys, 1.0);
+                unit(&self.q, queries, 1.0 / (d_k as f32).sqrt());
+                // SAFETY: both have just been written.
+                let both = unsafe {
+                    let (key, query) = (keys.add(r * d_k), queries.add(r * d_k));
+                    L::S::call(Dot::<L::S> { a: key, b: query, n: d_k, set: PhantomData })
+                };
+                // SAFETY: inside the area.
+                unsafe { found.add(3 * r + 2).write(both) };
+            }
+            for g in 0..group {
+                for r in 0..rows {
+                    let gates =
+                        delta_rule::gates(a.get([r, h, g]), b.get([r, h, g]), a_log.get([h, g]), dt_bias.get([h, g]));
+                    // SAFETY: inside the area.
+                    unsafe { found.add(3 * r).cast::<[f32; 2]>().write(gates) };
+                }
+                for first in (0..d_v).step_by(STATE_ROWS) {
+                    let n = STATE_ROWS.min(d_v - first);
+                    if self.is_first {
+                        (first..first + n).for_each(|j| self.state.slice_mut([h, g, j, 0], d_k).fill(0.0));
+                    }
+                    for r in 0..rows {
+                        // SAFETY: written above.
+                        let found = unsafe {
+                            let [decay, beta, both] = found.add(3 * r).cast::<[f32; 3]>().read();
+                            Found { decay, beta, both }
+                        };
+                        let mut state = [core::ptr::null_mut(); STATE_ROWS];
+                        for (j, row) in state[..n].iter_mut().enumerate() {
+                            *row = self.state.address([h, g, first + j, 0]).cast();
+                        }
+                        // SAFETY: the level exists (caller); the rows are there, of f32, and this task's alone.
+                        unsafe {
+                            L::S::call(StateRows::<L::S> {
+                                state: &state[..n],
+                                key: keys.add(r * d_k),
+                                query: queries.add(r * d_k),
+                                d_k,
+                                found,
+                                v: Row::of(&self.v, [r, h, g, first], n),
+                                y: Row::of(&self.y, [r, h, g, first], n),
+                                set: PhantomData,
+                            });
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// x / sqrt(x . x + [`delta_rule::NORM_EPS`]) * by.
+struct Unit<S> {
+    from: Row,
+    to: *mut f32,
+    by: f32,
+    set: PhantomData<S>,
+}
+
+impl<S: Simd> Leaf for Unit<S> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let len = self.from.len();
+        // SAFETY: inside the rows; the set exists (caller).
+        unsafe {
+            let (mut squares, mut i) = (S::splat(0.0), 0);
+            while i < len {
+                let n = S::LANES.min(len - i);
+                let x = self.from.load::<S>(i, n);
+                squares = S::fma(x, x, squares);
+                i += n;
+            }
+            let scale = S::splat(self.by / (S::sum(squares) + delta_rule::NORM_EPS).sqrt());
+            i = 0;
+            while i < len {
+                let n = S::LANES.min(len - i);
+                rows::store::<S>(self.to.add(i), n, S::mul(self.from.load::<S>(i, n), scale));
+                i += n;
+            }
+        }
+    }
+}
+
+/// a . b, of `n` elements.
+struct Dot<S> {
+    a: *const f32,
+    b: *const f32,
+    n: usize,
+    set: PhantomData<S>,
+}
+
+impl<S: Simd> Leaf for Dot<S> {
+    type Output = f32;
+    #[inline(always)]
+    unsafe fn run(self) -> f32 {
+        // SAFETY: inside the rows; the set exists (caller).
+        unsafe {
+            let (mut sum, mut i) = (S::splat(0.0), 0);
+            while i < self.n {
+                let n = S::LANES.min(self.n - i);
+                sum = S::fma(rows::load::<S>(self.a.add(i), n), rows::load::<S>(self.b.add(i), n), sum);
+                i += n;
+            }
+            S::sum(sum)
+        }
+    }
+}
+
+/// One row of the pass through some rows of a head's state: two at a time, so that key and query are loaded for both.
+struct StateRows<'a, S> {
+    state: &'a [*mut f32],
+    key: *const f32,
+    query: *const f32,
+    d_k: usize,
+    found: Found,
+    v: Row,
+    y: Row,
+    set: PhantomData<S>,
+}
+
+impl<S: Simd> Leaf for StateRows<'_, S> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let (len, Found { decay, beta, both }) = (self.state.len(), self.found);
+        // Beyond the last row, whole vectors.
+        let (mut v, mut y) = ([0f32; STATE_ROWS + 16], [0f32; STATE_ROWS + 16]);
+        // SAFETY: inside the rows; the set exists (caller).
+        unsafe {
+            let mut i = 0;
+            while i < len {
+                let n = S::LANES.min(len - i);
+                S::store(v.as_mut_ptr().add(i), self.v.load::<S>(i, n));
+                i += n;
+            }
+            let mut j = 0;
+            while j < len {
+                // A last one alone is done twice at once, into the same place.
+                let two = [self.state[j], self.state[(j + 1).min(len - 1)]];
+                let mut sums = [S::splat(0.0); 4];
+                i = 0;
+                while i < self.d_k {
+                    let n = S::LANES.min(self.d_k - i);
+                    let (key, query) = (rows::load::<S>(self.key.add(i), n), rows::load::<S>(self.query.add(i), n));
+                    let (one, other) = (rows::load::<S>(two[0].add(i), n), rows::load::<S>(two[1].add(i), n));
+                    sums[0] = S::fma(one, key, sums[0]);
+                    sums[1] = S::fma(one, query, sums[1]);
+                    sums[2] = S::fma(other, key, sums[2]);
+                    sums[3] = S::fma(other, query, sums[3]);
+                    i += n;
+                }
+                let [known, asked, other_known, other_asked] = S::sum4(sums);
+                let corrections = [beta * (v[j] - decay * known), beta * (v[j + 1] - decay * other_known)];
+                y[j] = decay * asked + corrections[0] * both;
+                y[j + 1] = decay * other_asked + corrections[1] * both;
+                let by =
+                    [S::splat(corrections[0]), S::splat(if j + 1 < len { corrections[1] } else { corrections[0] })];
+                let stays = S::splat(decay);
+                i = 0;
+                while i < self.d_k {
+                    let n = S::LANES.min(self.d_k - i);
+                    let key = rows::load::<S>(self.key.add(i), n);
+                    let (one, other) = (rows::load::<S>(two[0].add(i), n), rows::load::<S>(two[1].add(i), n));
+                    rows::store::<S>(two[0].add(i), n, S::fma(key, by[0], S::mul(one, stays)));
+                    rows::store::<S>(two[1].add(i), n, S::fma(key, by[1], S::mul(other, stays)));
+                    i += n;
+                }
+                j += 2;
+            }
+            i = 0;
+            while i < len {
+                let n = S::LANES.min(len - i);
+                self.y.store::<S>(i, n, rows::load::<S>(y.as_ptr().add(i), n));
+                i += n;
+            }
+        }
+    }
+}
+
+/// See the macro kernel `gated`.
+pub(crate) struct Gated {
+    pub(crate) rows: usize,
+    pub(crate) params: crate::kernels::gated::Params,
+    pub(crate) x: Tensor,
+    pub(crate) w: Tensor,
+    pub(crate) gate: Tensor,
+    pub(crate) y: Tensor,
+}
+
+impl Body for Gated {
+    type Output = ();
+    unsafe fn run<L: Level>(self) {
+        let (heads, d) = (self.x.extent(1), self.x.extent(2));
+        for (r, h) in (0..self.rows).flat_map(|r| (0..heads).map(move |h| (r, h))) {
+            let [x, gate, y] = [&self.x, &self.gate, &self.y].map(|tensor| Row::of(tensor, [r, h, 0], d));
+            let w = self.w.is_present().then(|| Row::of(&self.w, [0], d));
+            let (eps, is_silu) = (self.params.eps, self.params.is_silu == 1);
+            // SAFETY: the level exists (caller); the rows have one length.
+            unsafe { L::S::call(GatedRow::<L::S> { x, w, gate, y, eps, is_silu, set: PhantomData }) };
+        }
+    }
+}
+
+struct GatedRow<S> {
+    x: Row,
+    w: Option<Row>,
+    gate: Row,
+    y: Row,
+    eps: f32,
+    is_silu: bool,
+    set: PhantomData<S>,
+}
+
+impl<S: Simd> Leaf for GatedRow<S> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let len = self.x.len();
+        // SAFETY: inside the rows; the set exists (caller).
+        unsafe {
+            let (mut squares, mut i) = (S::splat(0.0), 0);
+            while i < len {
+                let n = S::LANES.min(len - i);
+                let x = self.x.load::<S>(i, n);
+                squares = S::fma(x, x, squares);
+                i += n;
+            }
+            let scale = S::splat(1.0 / (S::sum(squares) / len as f32 + self.eps).sqrt());
+            i = 0;
+            while i < len {
+                let n = S::LANES.min(len - i);
+                let (mut x, gate) = (self.x.load::<S>(i, n), self.gate.load::<S>(i, n));
+                if let Some(w) = self.w {
+                    x = S::mul(S::mul(x, scale), w.load::<S>(i, n));
+                }
+                let opened = gated::<S>(if self.is_silu { gate } else { S::splat(1.0) }, gate);
+                self.y.store::<S>(i, n, S::mul(x, opened));
+                i += n;
+            }
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! y[r,h,:] = x[r,h,:] (* rsqrt(mean(x[r,h,:]^2) + eps) * w) * f(gate[r,h,:]), f the sigmoid, or silu. x, gate, y: [rows, heads, d]; w: [d], without
+//! which nothing is normalised; f32 accumulation. What an attention makes, head by head, before it goes on.
+
+use super::*;
+use crate::arch::{WARP, memory, scalar, warp};
+use crate::gpu::math::{exp, reciprocal, rsqrt};
+
+/// See the module head.
+#[derive(Debug)]
+pub struct Gated;
+
+/// Parameters.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct Params {
+    /// Added to the mean square.
+    pub eps: f32,
+    /// 1: f(x) = x * sigmoid(x); 0: f(x) = sigmoid(x).
+    pub is_silu: u32,
+}
+
+slots! {
+    X: read "x",
+    W: optional "w",
+    GATE: read "gate",
+    Y: write "y",
+}
+
+impl MacroKernel for Gated {
+    const NAME: &'static str = "gated";
+    const SLOTS: &'static [Slot] = slot::ALL;
+    type Params = Params;
+    const FLAGGED: &'static [usize] = &[slot::X, slot::GATE, slot::Y];
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
+        let [x, w, gate, y] = io else { unreachable!("slots were counted") };
+        if p.is_silu > 1 {
+            return Err(format!("`is_silu` is {}, expected 0 or 1", p.is_silu));
+        }
+        for (name, operand) in [("x", x), ("gate", gate), ("y", y)] {
+            rules::dtype(name, operand, &rules::FLOATS)?;
+            rules::rank(name, operand, 3)?;
+            rules::unit_stride(name, operand)?;
+            for dim in 0..3 {
+                rules::extent(name, operand, dim, x.extent[dim])?;
+            }
+        }
+        rules::dtype("w", w, &rules::FLOATS)?;
+        rules::rank("w", w, 1)?;
+        rules::unit_stride("w", w)?;
+        rules::extent("w", w, 0, x.extent[2])?;
+        rules::flagged_in(&[("x", x), ("gate", gate), ("y", y)], x.extent[0])
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
+        let [x, w, gate, y] = core::array::from_fn(|i| call.tensor(i));
+        let (heads, d) = (x.extent(1), x.extent(2));
+        for (r, h) in (0..call.rows(slot::X)).flat_map(|r| (0..heads).map(move |h| (r, h))) {
+            let squares: f32 = (0..d).map(|i| x.get([r, h, i]).powi(2)).sum();
+            let scale = 1.0 / (squares / d as f32 + p.eps).sqrt();
+            for i in 0..d {
+                let by = gate.get([r, h, i]);
+                let opened = if p.is_silu == 1 { by } else { 1.0 } / (1.0 + (-by).exp());
+                let normed = if w.is_present() { scale * w.get([i]) } else { 1.0 };
+                y.set([r, h, i], x.get([r, h, i]) * normed * opened);
+            }
+        }
+        Ok(())
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
+        let [x, w, gate, y] = core::array::from_fn(|i| call.tensor(i));
+        scratch.isa.run(crate::cpu::recurrent::Gated { rows: call.rows(slot::X), params: *p, x, w, gate, y });
+        Ok(())
+    }
+
+    unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+        // SAFETY: the operands are the slots' and every index is below its extent; a warp has a head, and a lane its own elements of it.
+        unsafe {
+            // Found here, not kept over all the other kernels of a worker.
+            let block = &Block { thread: memory::opaque_word(block.thread), ..*block };
+            let x = call.tensor(slot::X);
+            let (rows, heads, d) = (call.rows(&x), x.extent(1), x.extent(2));
+            let places = |first: u32| {
+                let at = first + 4 * block.lane();
+                [0, 1, 2, 3].map(|i| if at + i < d { at + i } else { d - 1 })
+            };
+            let mut item = block.warp();
+            while item < rows * heads {
+                let head = [item / heads, item % heads];
+                let row_of = |slot: usize| call.tensor(slot).row(head);
+                let mut scale = 1.0;
+                if call.tensor(slot::W).is_present() {
+                    let (mut squares, mut first) = (0.0, 0);
+                    while first < d {
+                        let four = call.gather(slot::X, &row_of(slot::X), places(first));
+                        for i in 0..4 {
+                            let is_there = first + 4 * block.lane() + (i as u32) < d;
+                            squares += if is_there { four[i] * four[i] } else { 0.0 };
+                        }
+                        first += 4 * WARP;
+                    }
+                    scale = rsqrt(warp::sum(squares) * reciprocal(d) + p.eps);
+                }
+                let mut first = 0;
+                while first < d {
+                    let at = places(first);
+                    let mut four = call.gather(slot::X, &row_of(slot::X), at);
+                    let by = call.gather(slot::GATE, &row_of(slot::GATE), at);
+                    if call.tensor(slot::W).is_present() {
+                        let weights = call.tensor(slot::W).row([]).gather(at);
+                        for i in 0..4 {
+                            four[i] *= scale * weights[i];
+                        }
+                    }
+                    let y = call.tensor(slot::Y);
+                    let row = y.row(head);
+                    for i in 0..4 {
+                        let opened = scalar::reciprocal(1.0 + exp(-by[i]));
+                        let opened = if p.is_silu == 1 { by[i] * opened } else { opened };
+                        let mine = first + 4 * block.lane() + i as u32;
+                        if mine < d {
+                            call.put_in_row(&y, &row, mine, four[i] * opened);
+                        }
+                    }
+                    first += 4 * WARP;
+                }
+                item += block.warps();
+            }
+        }
+        Ok(())
+    }
+}
