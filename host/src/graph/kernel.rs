@@ -19,6 +19,10 @@ use petgraph::graph::{DiGraph, NodeIndex};
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 
+mod recurrent;
+
+pub use recurrent::{ConvArgs, DeltaArgs, Gate};
+
 /// An axis along which an operator's work can be cut.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Axis {
@@ -39,6 +43,8 @@ pub enum AxisRole {
     Columns,
     /// Key/value heads.
     Heads,
+    /// Columns of every head, cut where workers are more than heads.
+    HeadColumns,
     /// Cut into exactly as many blocks as it is long.
     Blocks,
 }

@@ -3,15 +3,17 @@
 //! Dimension words, the same in every file: `rows` (tokens of a pass), `hidden`, `heads` (query heads), `kv_heads`,
 //! `group` = heads / kv_heads, `head_dim`, `context` (positions of the KV cache), `vocab`.
 
-use super::config::{Activation as ConfigActivation, DecoderConfig, Experts, Norms, QkNorm, Rope, SharedExpert};
+use super::config::{Activation as ConfigActivation, DecoderConfig, Experts, Mixer, Norms, QkNorm, Rope, SharedExpert};
 use super::embedding;
 use super::error::ModelError;
 use super::factors;
-use super::layout::{ExpertNames, MlpNames, norm_role};
+use super::layout::{DELTA_NORM, DecoderNames, ExpertNames, MlpNames, norm_role};
 use super::quantize::Quantized;
 use super::sentence::SentenceConfig;
 use super::weights::Weights;
-use crate::graph::kernel::{EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, Mask, Pass, RopeArgs};
+use crate::graph::kernel::{
+    ConvArgs, DeltaArgs, EmbeddingArgs, ExpertArgs, Gate, GraphError, KernelGraph, Mask, Pass, RopeArgs,
+};
 use crate::graph::tensor::TensorId;
 use perpetua_device::kernels::linear::Activation;
 use perpetua_device::kernels::routing::Weighting;
@@ -169,7 +171,8 @@ pub struct Decoder<'a> {
     sentence: Option<&'a SentenceConfig>,
 }
 
-/// Queries, keys and values of one layer, `[rows, heads * head_dim]` and twice `[rows, kv_heads * head_dim]`.
+/// Queries, keys and values of one layer, `[rows, heads * head_dim]` and twice `[rows, kv_heads * head_dim]`. Where attention is
+/// [gated](DecoderConfig::gates_attention), each query's gate stands behind it.
 #[derive(Clone, Copy, Debug)]
 pub struct Projected {
     q: TensorId,
@@ -291,9 +294,9 @@ impl<'a> Decoder<'a> {
         let names = ["q", "k", "v", "qkv"].map(|which| format!("model.layers.{layer}.self_attn.{which}_proj"));
         let [q, k, v, qkv] = names.each_ref().map(String::as_str);
         let kv_dim = n_kv_heads * head_dim;
+        let q_dim = n_heads * head_dim * if self.config.gates_attention { 2 } else { 1 };
         let fused = self.config.architecture.is_fused().then_some(qkv);
-        let [of_q, of_k, of_v] =
-            self.matrices([(q, n_heads * head_dim), (k, kv_dim), (v, kv_dim)], fused, hidden_size)?;
+        let [of_q, of_k, of_v] = self.matrices([(q, q_dim), (k, kv_dim), (v, kv_dim)], fused, hidden_size)?;
         Ok(Projected {
             q: self.linear_with(of_q, q, x, has_bias, None)?,
             k: self.linear_with(of_k, k, x, has_bias, None)?,
@@ -307,7 +310,8 @@ impl<'a> Decoder<'a> {
         let DecoderConfig { n_heads, n_kv_heads, head_dim, rotary_dim, rms_norm_eps, qk_norm, .. } = *self.config;
         let rows = self.graph.rows.unwrap_or(1) as usize;
         let prefix = format!("model.layers.{layer}.self_attn");
-        let [of_q, of_k] = ["q", "k"].map(|which| format!("{prefix}.{which}_norm"));
+        let names = DecoderNames::of(self.config.architecture);
+        let [of_q, of_k] = names.qk_norms.map(|which| format!("model.layers.{layer}.{which}"));
         let norms = match qk_norm {
             QkNorm::Heads => Some([self.factors(&of_q, head_dim)?, self.factors(&of_k, head_dim)?]),
             QkNorm::None => None,
@@ -319,7 +323,11 @@ impl<'a> Decoder<'a> {
                 None
             }
         };
-        let q = self.graph.reshape(p.q, &[rows, n_kv_heads, n_heads / n_kv_heads, head_dim])?;
+        let group = n_heads / n_kv_heads;
+        // Per head, what its query takes of the row, and a gate, if there are gates.
+        let taken = head_dim * if self.config.gates_attention { 2 } else { 1 };
+        let strides = [n_heads * taken, group * taken, taken, 1];
+        let q = self.graph.view(p.q, 0, &[rows, n_kv_heads, group, head_dim], &strides)?;
         let k = self.graph.reshape(p.k, &[rows, n_kv_heads, head_dim])?;
         let v = self.graph.reshape(p.v, &[rows, n_kv_heads, head_dim])?;
         let Cache { context, dtype, .. } = self.cache;
@@ -346,12 +354,96 @@ impl<'a> Decoder<'a> {
             (true, None) => Mask::Bidirectional,
             (true, Some(n)) => Mask::Around(n),
         };
-        if self.graph.pass == Pass::Batch {
-            return Ok(self.graph.attend_each(&prefix, args, scale, mask, cache_of)?);
+        let attended = if self.graph.pass == Pass::Batch {
+            self.graph.attend_each(&prefix, args, scale, mask, cache_of)?
+        } else {
+            let cache = cache_of(&mut self.graph)?;
+            self.graph.rope(&format!("{prefix}.rope"), args, cache)?;
+            self.graph.attention(&format!("{prefix}.attention"), q, cache, scale, mask)?
+        };
+        if !self.config.gates_attention {
+            return Ok(attended);
         }
-        let cache = cache_of(&mut self.graph)?;
-        self.graph.rope(&format!("{prefix}.rope"), args, cache)?;
-        Ok(self.graph.attention(&format!("{prefix}.attention"), q, cache, scale, mask)?)
+        let heads = self.graph.reshape(attended, &[rows, n_heads, head_dim])?;
+        let gates = self.graph.view(p.q, head_dim, &[rows, n_heads, head_dim], &[n_heads * taken, taken, 1])?;
+        Ok(self.graph.gated(&format!("{prefix}.gate"), heads, None, gates, Gate::Sigmoid)?)
+    }
+
+    /// x + what `mixer`, which layer `layer` has in the place of attention, makes of h.
+    pub fn mix(&mut self, layer: usize, mixer: Mixer, h: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
+        match mixer {
+            Mixer::DeltaRule { .. } => self.delta_rule(layer, mixer, h, x),
+            Mixer::Convolution { taps, has_bias } => self.convolution(layer, taps, has_bias, h, x),
+        }
+    }
+
+    /// x + (norm(delta rule(silu(convolution(h . qkv^T)))) * silu(h . z^T)) . out^T.
+    fn delta_rule(&mut self, layer: usize, mixer: Mixer, h: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
+        let Mixer::DeltaRule { key_heads, value_heads, key_dim, value_dim, taps } = mixer else {
+            unreachable!("the mixer is one")
+        };
+        let (rows, group) = (self.graph.rows.unwrap_or(1) as usize, value_heads / key_heads);
+        let DecoderConfig { hidden_size, rms_norm_eps, .. } = *self.config;
+        let (keys, values) = (key_heads * key_dim, value_heads * value_dim);
+        let mixed = 2 * keys + values;
+        let of_layer = |name: &str| format!("model.layers.{layer}.linear_attn.{name}");
+        let mut project = |name: &str, n: usize| self.linear(&of_layer(name), h, [n, hidden_size], false, None);
+        let (qkv, z) = (project("in_proj_qkv", mixed)?, project("in_proj_z", values)?);
+        let (b, a) = (project("in_proj_b", value_heads)?, project("in_proj_a", value_heads)?);
+        let w = self.filters(&of_layer("conv1d"), mixed, taps)?;
+        let args = ConvArgs { x: qkv, w, bias: None, gate: None, scale: None, activation: self.activation() };
+        let qkv = self.graph.causal_conv(&of_layer("conv1d"), args, &of_layer("conv_state"))?;
+        let heads = [rows, key_heads, key_dim];
+        let of_keys = [mixed, key_dim, 1];
+        let q = self.graph.view(qkv, 0, &heads, &of_keys)?;
+        let k = self.graph.view(qkv, keys, &heads, &of_keys)?;
+        let of_values = [mixed, group * value_dim, value_dim, 1];
+        let v = self.graph.view(qkv, 2 * keys, &[rows, key_heads, group, value_dim], &of_values)?;
+        let a = self.graph.reshape(a, &[rows, key_heads, group])?;
+        let b = self.graph.reshape(b, &[rows, key_heads, group])?;
+        let mut of_heads = |name: &str| -> Result<TensorId, BuildError> {
+            let weights = self.weight(&of_layer(name), &[value_heads])?;
+            Ok(self.graph.reshape(weights, &[key_heads, group])?)
+        };
+        let (a_log, dt_bias) = (of_heads("A_log")?, of_heads("dt_bias")?);
+        let args = DeltaArgs { q, k, v, a, b, a_log, dt_bias };
+        let made = self.graph.delta_rule(&of_layer("delta_rule"), args, &of_layer("recurrent_state"))?;
+        let (heads, gates) = {
+            let shape = [rows, value_heads, value_dim];
+            (self.graph.reshape(made, &shape)?, self.graph.reshape(z, &shape)?)
+        };
+        let norm = self.factors(&format!("model.layers.{layer}.{DELTA_NORM}"), value_dim)?;
+        let norm = Some((norm, rms_norm_eps as f32));
+        let gated = self.graph.gated(&of_layer("gate"), heads, norm, gates, Gate::Silu)?;
+        self.linear(&of_layer("out_proj"), gated, [hidden_size, values], false, Some(x))
+    }
+
+    /// x + (c * convolution(b * u)) . out^T, where b, c and u are h . in^T.
+    fn convolution(
+        &mut self,
+        layer: usize,
+        taps: usize,
+        has_bias: bool,
+        h: TensorId,
+        x: TensorId,
+    ) -> Result<TensorId, BuildError> {
+        let hidden = self.config.hidden_size;
+        let rows = self.graph.rows.unwrap_or(1) as usize;
+        let of_layer = |name: &str| format!("model.layers.{layer}.conv.{name}");
+        let all = self.linear(&of_layer("in_proj"), h, [3 * hidden, hidden], has_bias, None)?;
+        let mut part = |number: usize| self.graph.view(all, number * hidden, &[rows, hidden], &[3 * hidden, 1]);
+        let (gate, scale, u) = (part(0)?, part(1)?, part(2)?);
+        let w = self.filters(&of_layer("conv"), hidden, taps)?;
+        let bias = if has_bias { Some(self.weight(&of_layer("conv.bias"), &[hidden])?) } else { None };
+        let args = ConvArgs { x: u, w, bias, gate: Some(gate), scale: Some(scale), activation: Activation::None };
+        let made = self.graph.causal_conv(&of_layer("conv"), args, &of_layer("state"))?;
+        self.linear(&of_layer("out_proj"), made, [hidden, hidden], has_bias, Some(x))
+    }
+
+    /// The filters called `name`, `[columns, taps]`.
+    fn filters(&mut self, name: &str, columns: usize, taps: usize) -> Result<TensorId, BuildError> {
+        let filters = self.weight(&format!("{name}.weight"), &[columns, 1, taps])?;
+        Ok(self.graph.reshape(filters, &[columns, taps])?)
     }
 
     /// attended . o_proj^T (+ x).
@@ -362,7 +454,7 @@ impl<'a> Decoder<'a> {
         x: Option<TensorId>,
     ) -> Result<TensorId, BuildError> {
         let DecoderConfig { hidden_size, n_heads, head_dim, output_bias, .. } = *self.config;
-        let name = format!("model.layers.{layer}.self_attn.o_proj");
+        let name = format!("model.layers.{layer}.{}", DecoderNames::of(self.config.architecture).attention_output);
         self.linear(&name, attended, [hidden_size, n_heads * head_dim], output_bias, x)
     }
 
@@ -486,7 +578,7 @@ impl<'a> Decoder<'a> {
     pub fn finish(mut self, x: TensorId) -> Result<KernelGraph, BuildError> {
         if let Some(sentence) = self.sentence {
             let x = embedding::pooled_rows(&mut self.graph, sentence, x)?;
-            let h = self.norm("model.norm", x)?;
+            let h = self.norm(DecoderNames::of(self.config.architecture).last_norm, x)?;
             embedding::finish(&mut self.graph, &self.weights, sentence, h)?;
             return Ok(self.graph);
         }
@@ -494,7 +586,7 @@ impl<'a> Decoder<'a> {
             self.graph.when_sampling();
         }
         let x = if self.head == Head::Sample { self.graph.select_row("last_row", x)? } else { x };
-        let h = self.norm("model.norm", x)?;
+        let h = self.norm(DecoderNames::of(self.config.architecture).last_norm, x)?;
         let head = match self.config.tie_word_embeddings {
             true => self.embedding_table()?,
             false => self.weight("lm_head.weight", &[self.config.vocab_size, self.config.hidden_size])?,

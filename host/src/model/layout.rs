@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 
 use super::config::{
-    Architecture, BertConfig, DecoderConfig, Experts, ModelConfig, ModernBertConfig, Norms, QkNorm, SharedExpert,
+    Architecture, BertConfig, DecoderConfig, Experts, Mixer, ModelConfig, ModernBertConfig, Norms, QkNorm, SharedExpert,
 };
 
 /// What a tensor is used for.
@@ -26,8 +26,13 @@ pub enum Role {
     NormLessOne,
     /// The factors of the norm before the head, of a network that divides its logits: it reads each divided by that number.
     DividedNorm,
-    /// `[experts, hidden]`: the matrix whose products say to which experts a row goes, or how much one counts.
+    /// `[experts, hidden]`: the matrix whose products say to which experts a row goes, or how much one counts; or how much of a state stays, and is
+    /// corrected.
     Router,
+    /// `[columns, 1, taps]`: the filters of a convolution, one for each column.
+    Filter,
+    /// The logarithms of how fast states are forgotten.
+    Decay,
 }
 
 impl Role {
@@ -62,14 +67,48 @@ impl TensorSpec {
 /// What stands before the names of an encoder's tensors where it was saved with a head on top.
 pub(super) const ENCODERS: [&str; 2] = ["bert.", "roberta."];
 
-/// The norm before a decoder's head.
-const LAST_NORM: &str = "model.norm.weight";
+/// What is called otherwise in the layers of some decoders, and their last norm.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DecoderNames {
+    /// The norms before attention, or what stands in its place, and before the MLP, where [`Norms::Before`].
+    pub(crate) norms: [&'static str; 2],
+    /// The linear layer behind attention.
+    pub(crate) attention_output: &'static str,
+    /// What is normalised of queries and keys.
+    pub(crate) qk_norms: [&'static str; 2],
+    /// The norm before the head.
+    pub(crate) last_norm: &'static str,
+}
+
+impl DecoderNames {
+    /// Those of `architecture`.
+    pub(crate) fn of(architecture: Architecture) -> DecoderNames {
+        match architecture {
+            Architecture::Lfm2 => DecoderNames {
+                norms: ["operator_norm", "ffn_norm"],
+                attention_output: "self_attn.out_proj",
+                qk_norms: ["self_attn.q_layernorm", "self_attn.k_layernorm"],
+                last_norm: "model.embedding_norm",
+            },
+            _ => DecoderNames {
+                norms: ["input_layernorm", "post_attention_layernorm"],
+                attention_output: "self_attn.o_proj",
+                qk_norms: ["self_attn.q_norm", "self_attn.k_norm"],
+                last_norm: "model.norm",
+            },
+        }
+    }
+}
+
+/// The norm behind linear attention, in a layer.
+pub(crate) const DELTA_NORM: &str = "linear_attn.norm";
 
 /// What the factors called `name` of a norm of `c` are; those of all layers are alike.
 pub(super) fn norm_role(c: &DecoderConfig, name: &str) -> Role {
-    if c.logits_divisor != 1.0 && name == LAST_NORM {
+    let is_last = || name.strip_suffix(".weight") == Some(DecoderNames::of(c.architecture).last_norm);
+    if c.logits_divisor != 1.0 && is_last() {
         Role::DividedNorm
-    } else if c.architecture.has_norms_less_one() {
+    } else if c.architecture.has_norms_less_one() && !name.contains(DELTA_NORM) {
         Role::NormLessOne
     } else {
         Role::Norm
@@ -91,8 +130,8 @@ pub fn is_spare(config: &ModelConfig, name: &str) -> bool {
     match config {
         // A head that is the embeddings once more; older versions of transformers saved what they computed from the configuration.
         ModelConfig::Decoder(config) => {
-            // What sees or hears, in a model of which the half that reads is taken.
-            const OTHER_HALVES: [&str; 7] = [
+            // What sees or hears, in a model of which the half that reads is taken, and what that can do without.
+            const OTHER_HALVES: [&str; 8] = [
                 "vision_tower.",
                 "vision_model.",
                 "visual.",
@@ -100,6 +139,8 @@ pub fn is_spare(config: &ModelConfig, name: &str) -> bool {
                 "multi_modal_projector.",
                 "connector.",
                 "image_newline",
+                // What guesses a second token.
+                "mtp.",
             ];
             let part = name.strip_prefix("model.").unwrap_or(name);
             config.tie_word_embeddings && ["lm_head.weight", "language_model.lm_head.weight"].contains(&name)
@@ -139,6 +180,9 @@ impl MlpNames {
         match architecture {
             Architecture::Phi3 => MlpNames { fused: Some("mlp.gate_up_proj"), ..usual },
             Architecture::GraniteMoeHybrid => MlpNames::GRANITE,
+            Architecture::Lfm2 => {
+                MlpNames { parts: ["feed_forward.w1", "feed_forward.w3", "feed_forward.w2"], ..usual }
+            }
             _ => usual,
         }
     }
@@ -263,20 +307,28 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
     let mut add = |name: String, shape: Vec<usize>, role| list.push(TensorSpec::new(name, shape, role));
 
     let norm = norm_role(c, "model.layers.*");
+    let names = DecoderNames::of(c.architecture);
     let embedding = if c.tie_word_embeddings { Role::Head } else { Role::Embedding };
     add("model.embed_tokens.weight".into(), vec![c.vocab_size, c.hidden_size], embedding);
     for i in 0..c.n_layers {
         let layer = format!("model.layers.{i}");
         if c.architecture.norms() != Norms::After {
-            add(format!("{layer}.input_layernorm.weight"), vec![c.hidden_size], norm);
+            add(format!("{layer}.{}.weight", names.norms[0]), vec![c.hidden_size], norm);
         }
         let experts = c.experts_of(i);
-        let projections: &[_] = match c.architecture.is_fused() {
-            true => &[("self_attn.qkv_proj", q_dim + 2 * kv_dim)],
-            false => &[("self_attn.q_proj", q_dim), ("self_attn.k_proj", kv_dim), ("self_attn.v_proj", kv_dim)],
+        let mixer = c.mixer_of(i);
+        let q_out = if c.gates_attention { 2 * q_dim } else { q_dim };
+        let projections: &[_] = match (mixer, c.architecture.is_fused()) {
+            (Some(_), _) => &[],
+            (None, true) => &[("self_attn.qkv_proj", q_out + 2 * kv_dim)],
+            (None, false) => &[("self_attn.q_proj", q_out), ("self_attn.k_proj", kv_dim), ("self_attn.v_proj", kv_dim)],
         };
         let projections = projections.iter().map(|(name, out)| (*name, *out, c.hidden_size, c.attention_bias));
-        let output = ("self_attn.o_proj", c.hidden_size, q_dim, c.output_bias);
+        let output = (names.attention_output, c.hidden_size, q_dim, c.output_bias);
+        let output = mixer.is_none().then_some(output);
+        for (part, shape, role) in mixer.map_or(Vec::new(), |mixer| mixer_tensors(mixer, c.hidden_size)) {
+            add(format!("{layer}.{part}"), shape, role);
+        }
         let mlp = match experts {
             None => MlpNames::of(c.architecture).matrices(c.hidden_size, c.intermediate_size),
             Some(Experts { shared: Some(shared), .. }) => {
@@ -285,7 +337,7 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
             Some(_) => Vec::new(),
         };
         let mlp = mlp.into_iter().map(|(name, out, inner)| (name, out, inner, c.mlp_bias));
-        for (part, out, inner, bias) in projections.chain([output]).chain(mlp) {
+        for (part, out, inner, bias) in projections.chain(output).chain(mlp) {
             add(format!("{layer}.{part}.weight"), vec![out, inner], Role::Linear);
             if bias {
                 add(format!("{layer}.{part}.bias"), vec![out], Role::Bias);
@@ -309,23 +361,62 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
             QkNorm::Heads => Some([c.head_dim; 2]),
             QkNorm::Rows => Some([q_dim, kv_dim]),
         };
-        for (which, n) in ["q", "k"].into_iter().zip(normed.into_iter().flatten()) {
-            add(format!("{layer}.self_attn.{which}_norm.weight"), vec![n], norm);
+        let normed = normed.filter(|_| mixer.is_none());
+        for (which, n) in names.qk_norms.into_iter().zip(normed.into_iter().flatten()) {
+            add(format!("{layer}.{which}.weight"), vec![n], norm);
         }
         let more: &[&str] = match c.architecture.norms() {
-            Norms::Before => &["post_attention"],
-            Norms::Around => &["post_attention", "pre_feedforward", "post_feedforward"],
-            Norms::After => &["post_attention", "post_feedforward"],
+            Norms::Before => &names.norms[1..],
+            Norms::Around => &["post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"],
+            Norms::After => &["post_attention_layernorm", "post_feedforward_layernorm"],
         };
         for which in more {
-            add(format!("{layer}.{which}_layernorm.weight"), vec![c.hidden_size], norm);
+            add(format!("{layer}.{which}.weight"), vec![c.hidden_size], norm);
         }
     }
-    add(LAST_NORM.into(), vec![c.hidden_size], norm_role(c, LAST_NORM));
+    let last_norm = format!("{}.weight", names.last_norm);
+    let role = norm_role(c, &last_norm);
+    add(last_norm, vec![c.hidden_size], role);
     if !c.tie_word_embeddings {
         add("lm_head.weight".into(), vec![c.vocab_size, c.hidden_size], Role::Head);
     }
     list
+}
+
+/// The tensors of a layer's mixer, in a layer of `hidden` elements.
+fn mixer_tensors(mixer: Mixer, hidden: usize) -> Vec<(&'static str, Vec<usize>, Role)> {
+    match mixer {
+        Mixer::DeltaRule { key_heads, value_heads, key_dim, value_dim, taps } => {
+            let values = value_heads * value_dim;
+            let mixed = 2 * key_heads * key_dim + values;
+            vec![
+                ("linear_attn.in_proj_qkv.weight", vec![mixed, hidden], Role::Linear),
+                ("linear_attn.in_proj_z.weight", vec![values, hidden], Role::Linear),
+                ("linear_attn.in_proj_b.weight", vec![value_heads, hidden], Role::Router),
+                ("linear_attn.in_proj_a.weight", vec![value_heads, hidden], Role::Router),
+                ("linear_attn.conv1d.weight", vec![mixed, 1, taps], Role::Filter),
+                ("linear_attn.A_log", vec![value_heads], Role::Decay),
+                ("linear_attn.dt_bias", vec![value_heads], Role::Bias),
+                ("linear_attn.norm.weight", vec![value_dim], Role::Norm),
+                ("linear_attn.out_proj.weight", vec![hidden, values], Role::Linear),
+            ]
+        }
+        Mixer::Convolution { taps, has_bias } => {
+            let mut tensors = vec![
+                ("conv.in_proj.weight", vec![3 * hidden, hidden], Role::Linear),
+                ("conv.conv.weight", vec![hidden, 1, taps], Role::Filter),
+                ("conv.out_proj.weight", vec![hidden, hidden], Role::Linear),
+            ];
+            if has_bias {
+                tensors.extend([
+                    ("conv.in_proj.bias", vec![3 * hidden], Role::Bias),
+                    ("conv.conv.bias", vec![hidden], Role::Bias),
+                    ("conv.out_proj.bias", vec![hidden], Role::Bias),
+                ]);
+            }
+            tensors
+        }
+    }
 }
 
 fn bert(c: &BertConfig) -> Vec<TensorSpec> {

@@ -8,21 +8,29 @@
 //!   norms' epsilon), and in the factors of the last norm. Checkpoints have all experts' matrices in one tensor, taken apart when it is opened.
 //!   Beside experts, or alone, there may be an MLP that all rows go to.
 //! - OLMoE: all queries of a row are normalised together, and all keys; experts.
+//! - Qwen3.5 and LFM2: most layers have linear attention, or a short convolution, in the place of attention.
 //! - Phi 3 and 4: their checkpoints have q, k and v as one matrix, and gate and up; of a head a part of the elements may be turned.
 //! - Qwen3, with one MLP a layer or with experts: heads of q and k normalised before the rotation.
 
 use super::decoder::{BuildError, Decoder};
+use super::layout::DecoderNames;
 use crate::graph::kernel::KernelGraph;
 
 /// Builds the network.
 pub fn build(mut net: Decoder<'_>) -> Result<KernelGraph, BuildError> {
     let mut x = net.embed()?;
     for layer in 0..net.config.n_layers {
-        let h = net.norm(&format!("model.layers.{layer}.input_layernorm"), x)?;
-        let projected = net.project(layer, h)?;
-        let attended = net.attend(layer, projected)?;
-        x = net.project_out(layer, attended, Some(x))?;
-        let h = net.norm(&format!("model.layers.{layer}.post_attention_layernorm"), x)?;
+        let [before_attention, before_mlp] = DecoderNames::of(net.config.architecture).norms;
+        let h = net.norm(&format!("model.layers.{layer}.{before_attention}"), x)?;
+        x = match net.config.mixer_of(layer) {
+            Some(mixer) => net.mix(layer, mixer, h, x)?,
+            None => {
+                let projected = net.project(layer, h)?;
+                let attended = net.attend(layer, projected)?;
+                net.project_out(layer, attended, Some(x))?
+            }
+        };
+        let h = net.norm(&format!("model.layers.{layer}.{before_mlp}"), x)?;
         x = net.mlp(layer, h, Some(x))?;
     }
     net.finish(x)

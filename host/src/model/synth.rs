@@ -825,6 +825,10 @@ fn value_table(spec: &TensorSpec) -> Vec<u16> {
         Role::Head | Role::Router => Box::new(spread(3.2 / fan_in.sqrt())),
         Role::Embedding => Box::new(spread(0.15)),
         Role::Bias => Box::new(spread(0.3)),
+        // As many rows as it reaches over count alike.
+        Role::Filter => Box::new(spread(1.6 / fan_in.sqrt())),
+        // Of a state 0.97 to 0.15 stays, where what a row says is 0.
+        Role::Decay => Box::new(|i, _| 4.0 * (i as f64 + 0.5) / TABLE_LEN as f64 - 3.0),
         Role::Norm | Role::DividedNorm => Box::new(|i, _| 0.5 + (i as f64 + 0.5) / TABLE_LEN as f64),
         Role::NormLessOne => Box::new(|i, _| (i as f64 + 0.5) / TABLE_LEN as f64 - 0.5),
     };

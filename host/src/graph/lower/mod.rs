@@ -193,7 +193,7 @@ fn cut_all(graph: &KernelGraph, target: &Target) -> ThreadBlockGraph {
     let task_bytes = if are_few { u64::MAX } else { target.task_bytes };
     let target = &Target { task_bytes, ..target.clone() };
     let mut ops: Vec<BlockOp> =
-        graph.ops().map(|op| op.cut.clone().unwrap_or_else(|| cut(op, &graph.table, target))).collect();
+        graph.ops().map(|op| op.cut.clone().unwrap_or_else(|| cut(op, graph, target))).collect();
     set_order(graph, &mut ops);
     if !decodes(graph) {
         whole_pass::lower(graph, target, &mut ops);
@@ -232,16 +232,22 @@ fn decodes(graph: &KernelGraph) -> bool {
     graph.table.buffers.iter().any(|buffer| buffer.kind == BufferKind::State)
 }
 
-fn cut(op: &Operator, table: &TensorTable, target: &Target) -> BlockOp {
+fn cut(op: &Operator, graph: &KernelGraph, target: &Target) -> BlockOp {
+    let table = &graph.table;
     let spec = Spec::of(op.kernel.task_type).expect("operators are judged when they are added");
     let mut grid = [1u32; GRID_AXES];
-    let heads = op.axes.iter().find(|axis| axis.role == AxisRole::Heads).map_or(1, |axis| axis.len);
+    let heads = op.axes.iter().filter(|axis| axis.role == AxisRole::Heads).map(|axis| axis.len).product();
     for (axis, blocks) in op.axes.iter().zip(&mut grid) {
         *blocks = match axis.role {
             // Nothing is cut where nothing runs side by side, except what the tensors' shapes demand.
             AxisRole::Blocks => axis.len as u32,
             _ if target.n_workers == 1 && target.task_bytes == u64::MAX => 1,
             AxisRole::Heads => axis.len as u32,
+            AxisRole::HeadColumns => {
+                // In the pass over a batch every sequence has such an operator.
+                let sequences = graph.rows.filter(|_| graph.pass == Pass::Batch).unwrap_or(1);
+                head_parts(axis, heads * sequences as usize, target)
+            }
             AxisRole::Columns => column_blocks(op, axis, table, target),
             AxisRole::Rows => row_blocks(op, axis, table, target, heads),
         };
@@ -326,6 +332,13 @@ fn column_blocks(op: &Operator, axis: &Axis, table: &TensorTable, target: &Targe
         |blocks: &usize| granules.is_multiple_of(*blocks) && axis.len.is_multiple_of(target.column_granule as usize);
     let near = (wanted..=wanted + wanted / 2).find(|b| fits(b) && b.is_multiple_of(workers));
     near.or_else(|| (wanted..=wanted + wanted / 2).find(fits)).unwrap_or(wanted) as u32
+}
+
+/// Into how many parts of equal, whole eights the columns of each of `heads` heads are cut: none where workers go from task to task without a hop.
+fn head_parts(axis: &Axis, heads: usize, target: &Target) -> u32 {
+    let most = target.n_workers as usize / heads;
+    let fits = |parts: &usize| axis.len.is_multiple_of(8 * parts);
+    (1..=most).rev().find(fits).filter(|_| target.cut == Cut::PerWorker).unwrap_or(1) as u32
 }
 
 fn row_blocks(op: &Operator, axis: &Axis, table: &TensorTable, target: &Target, heads: usize) -> u32 {

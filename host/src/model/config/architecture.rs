@@ -48,6 +48,11 @@ pub enum Architecture {
     Olmo3,
     /// `OlmoeForCausalLM`: norms on all queries and all keys of a row, and MLPs that are mixtures of experts.
     Olmoe,
+    /// `Qwen3_5ForCausalLM`, and the half of `Qwen3_5ForConditionalGeneration` that reads: most layers have linear attention, by the gated delta rule; what
+    /// the others attend to goes through a gate.
+    Qwen35,
+    /// `Lfm2ForCausalLM`: most layers have a short convolution in the place of attention.
+    Lfm2,
     /// `Exaone4ForCausalLM`: norms after attention and MLP, and on each head's query and key. Where layers have windows, the others do not turn
     /// queries and keys.
     Exaone4,
@@ -118,6 +123,15 @@ pub(super) enum Sliding {
     Still,
 }
 
+/// What layers that do not attend do instead, and what `layer_types` calls them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Recurs {
+    /// `linear_attention`: the gated delta rule. Where the file does not say which, all but every `full_attention_interval`th layer.
+    DeltaRule,
+    /// `conv`: a short convolution. Where the file does not say which, all but those of `full_attn_idxs`.
+    Convolution,
+}
+
 /// Mixtures of experts, where the file does not say otherwise.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Mixture {
@@ -161,6 +175,9 @@ pub(super) struct Traits {
     /// Embeddings, scores, logits and what layers add are multiplied with numbers of the file's.
     pub(super) multiplies: bool,
     pub(super) mixture: Option<Mixture>,
+    pub(super) recurs: Option<Recurs>,
+    /// What attention makes is multiplied with the sigmoid of what the queries' matrix makes beside them.
+    pub(super) gates_attention: bool,
     pub(super) attention_bias: Biases,
     /// The attention's output; `None`: it has a bias where q, k and v have.
     pub(super) output_bias: Option<Biases>,
@@ -177,8 +194,8 @@ pub(super) struct Traits {
     pub(super) sliding_theta: Option<(&'static str, f64)>,
     /// The context of the first training, where the file does not say it; `None`: that of all.
     pub(super) original_context: Option<usize>,
-    /// A part of each head may be turned alone.
-    pub(super) turns_part: bool,
+    /// A part of each head may be turned alone: this one, where the file does not say it.
+    pub(super) turned_part: Option<f64>,
     /// What older files call LongRoPE.
     pub(super) longrope_names: &'static [&'static str],
     /// Where layers have windows, the others do not turn queries and keys.
@@ -188,6 +205,7 @@ pub(super) struct Traits {
     /// `None`: `hidden_size / n_heads`.
     pub(super) head_dim: Option<usize>,
     pub(super) max_position_embeddings: usize,
+    pub(super) eps_key: &'static str,
     pub(super) rms_norm_eps: f64,
     pub(super) rope_theta: f64,
     pub(super) tie_word_embeddings: bool,
@@ -209,6 +227,8 @@ const USUAL: Traits = Traits {
     is_fused: false,
     multiplies: false,
     mixture: None,
+    recurs: None,
+    gates_attention: false,
     attention_bias: if_said("attention_bias"),
     output_bias: None,
     mlp_bias: Biases::Never,
@@ -219,12 +239,13 @@ const USUAL: Traits = Traits {
     theta_key: "rope_theta",
     sliding_theta: None,
     original_context: None,
-    turns_part: false,
+    turned_part: None,
     longrope_names: &[],
     is_still_without_window: false,
     n_kv_heads: None,
     head_dim: None,
     max_position_embeddings: 32_768,
+    eps_key: "rms_norm_eps",
     rms_norm_eps: 1e-6,
     rope_theta: 1e4,
     tie_word_embeddings: false,
@@ -255,7 +276,7 @@ const ENCODER: Traits = Traits { is_encoder: true, activation: Activation::Gelu,
 
 impl Architecture {
     /// Every architecture.
-    pub const ALL: [Architecture; 23] = [
+    pub const ALL: [Architecture; 25] = [
         Architecture::Qwen3,
         Architecture::Qwen3Moe,
         Architecture::Qwen2,
@@ -275,6 +296,8 @@ impl Architecture {
         Architecture::Olmo2,
         Architecture::Olmo3,
         Architecture::Olmoe,
+        Architecture::Qwen35,
+        Architecture::Lfm2,
         Architecture::Exaone4,
         Architecture::Bert,
         Architecture::Roberta,
@@ -440,7 +463,7 @@ impl Architecture {
                 sliding: Sliding::All,
                 window: None,
                 original_context: Some(4096),
-                turns_part: true,
+                turned_part: Some(1.0),
                 longrope_names: &["su", "yarn"],
                 max_position_embeddings: 4096,
                 rms_norm_eps: 1e-5,
@@ -469,6 +492,32 @@ impl Architecture {
                 }),
                 max_position_embeddings: 4096,
                 ..OLMO
+            },
+            Architecture::Qwen35 => Traits {
+                class_name: "Qwen3_5ForCausalLM",
+                model_type: "qwen3_5_text",
+                norms_less_one: true,
+                qk_norm: QkNorm::Heads,
+                recurs: Some(Recurs::DeltaRule),
+                gates_attention: true,
+                turned_part: Some(0.25),
+                n_kv_heads: Some(4),
+                head_dim: Some(256),
+                ..USUAL
+            },
+            Architecture::Lfm2 => Traits {
+                class_name: "Lfm2ForCausalLM",
+                model_type: "lfm2",
+                qk_norm: QkNorm::Heads,
+                recurs: Some(Recurs::Convolution),
+                attention_bias: Biases::Never,
+                n_kv_heads: Some(8),
+                max_position_embeddings: 128_000,
+                eps_key: "norm_eps",
+                rms_norm_eps: 1e-5,
+                rope_theta: 1e6,
+                tie_word_embeddings: true,
+                ..USUAL
             },
             Architecture::Exaone4 => Traits {
                 class_name: "Exaone4ForCausalLM",
@@ -571,6 +620,7 @@ impl Architecture {
             "gemma3" => Some(Architecture::Gemma3),
             "qwen2_vl" | "qwen2_vl_text" | "qwen2_5_vl" | "qwen2_5_vl_text" => Some(Architecture::Qwen2),
             "qwen3_vl_text" => Some(Architecture::Qwen3),
+            "qwen3_5" => Some(Architecture::Qwen35),
             "ministral" => Some(Architecture::Mistral),
             "xlm-roberta" | "camembert" => Some(Architecture::Roberta),
             _ => Architecture::ALL.into_iter().find(|a| a.model_type() == name),

@@ -2,9 +2,9 @@
 
 use std::ops::RangeInclusive;
 
-use perpetua_device::kernels::routing;
+use perpetua_device::kernels::{causal_conv, delta_rule, routing};
 
-use super::architecture::{Biases, Shared, Sliding};
+use super::architecture::{Biases, Recurs, Shared, Sliding};
 use super::rope::{self, Rope, RopeScaling};
 use super::{
     Activation, Architecture, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS, MAX_POSITIONS,
@@ -66,6 +66,45 @@ pub struct DecoderConfig {
     pub hidden_act: Activation,
     /// Mixtures of experts, where there are some.
     pub experts: Option<Experts>,
+    /// Layers that pass a state from row to row instead of attending, where there are some.
+    pub recurrent: Option<Recurrent>,
+    /// Whether what attention makes is multiplied with the sigmoid of a gate, which the queries' matrix makes: a head's after its query.
+    pub gates_attention: bool,
+}
+
+/// The layers of a network that do not attend.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Recurrent {
+    /// What they do instead.
+    pub mixer: Mixer,
+    /// Per layer, whether it is one.
+    pub layers: Vec<bool>,
+}
+
+/// What a layer does in the place of attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Mixer {
+    /// Linear attention by the gated delta rule, behind a convolution of queries, keys and values.
+    DeltaRule {
+        /// Heads of queries and keys.
+        key_heads: usize,
+        /// Heads of values; a multiple of `key_heads`.
+        value_heads: usize,
+        /// Elements of a query or key.
+        key_dim: usize,
+        /// Elements of a value.
+        value_dim: usize,
+        /// Rows that the convolution reaches over.
+        taps: usize,
+    },
+    /// A convolution, gated on both sides.
+    Convolution {
+        /// Rows that it reaches over.
+        taps: usize,
+        /// Whether it, and the linear layers around it, have biases.
+        has_bias: bool,
+    },
 }
 
 /// The mixtures of experts of a network: each row goes to some of a layer's MLPs.
@@ -98,6 +137,11 @@ impl DecoderConfig {
     /// The experts of layer `layer`, if it has some.
     pub fn experts_of(&self, layer: usize) -> Option<&Experts> {
         self.experts.as_ref().filter(|experts| experts.layers[layer])
+    }
+
+    /// What layer `layer` does in the place of attention, if it does not attend.
+    pub fn mixer_of(&self, layer: usize) -> Option<Mixer> {
+        self.recurrent.as_ref().filter(|recurrent| recurrent.layers[layer]).map(|recurrent| recurrent.mixer)
     }
 }
 
@@ -191,6 +235,7 @@ pub(super) fn decoder(
             0 => return Err(fields.wrong(shared.key, "at least 1, where there are no experts")),
             size => size,
         },
+        None if architecture == Architecture::Lfm2 => lfm2_intermediate_size(fields)?,
         None => size("intermediate_size", 1..=MAX_INTERMEDIATE, 9216)?,
     };
     const SCALARS: RangeInclusive<f64> = 1e-6..=1e9;
@@ -201,7 +246,7 @@ pub(super) fn decoder(
         false => Ok(1.0),
     };
     let added = multiplier("residual_multiplier")?;
-    let rms_norm_eps = fields.real("rms_norm_eps", 0.0..=1.0)?.unwrap_or(traits.rms_norm_eps);
+    let rms_norm_eps = fields.real(traits.eps_key, 0.0..=1.0)?.unwrap_or(traits.rms_norm_eps);
     let sees_all = fields.flag("use_bidirectional_attention")?.unwrap_or(false);
     if sees_all && !is_gemma {
         return Err(fields.unsupported("use_bidirectional_attention", "false for this architecture"));
@@ -211,6 +256,12 @@ pub(super) fn decoder(
     let of_window = if sees_all { 2 } else { 1 };
     let windows = windows(fields, architecture, &layers, of_window, max_position_embeddings)?;
     let act_key = if is_gemma { "hidden_activation" } else { "hidden_act" };
+    // Its older files' name comes before today's.
+    let tied_before = if architecture == Architecture::Lfm2 { fields.flag("tie_embedding")? } else { None };
+    let is_tied = match is_tied.or(tied_before) {
+        Some(is_tied) => is_tied,
+        None => fields.flag("tie_word_embeddings")?.unwrap_or(traits.tie_word_embeddings),
+    };
     Ok(DecoderConfig {
         architecture,
         vocab_size: size("vocab_size", 1..=MAX_VOCAB, 262_208)?,
@@ -233,7 +284,7 @@ pub(super) fn decoder(
             _ => multiplier("embedding_multiplier")? / added,
         },
         logits_divisor: multiplier("logits_scaling")?,
-        tie_word_embeddings: is_tied.or(fields.flag("tie_word_embeddings")?).unwrap_or(traits.tie_word_embeddings),
+        tie_word_embeddings: is_tied,
         attention_bias,
         output_bias: traits.output_bias.map_or(Ok(attention_bias), has)?,
         mlp_bias: has(traits.mlp_bias)?,
@@ -243,7 +294,95 @@ pub(super) fn decoder(
         windows,
         hidden_act: activation(fields, act_key, traits.activation)?,
         experts,
+        recurrent: recurrent(fields, architecture, n_layers)?,
+        gates_attention: traits.gates_attention,
     })
+}
+
+/// Elements between the linear layers of LFM2's MLPs: two thirds of what the file says, times a number, up to a multiple of another, unless it says that
+/// this is not so.
+fn lfm2_intermediate_size(fields: &Fields<'_>) -> Result<usize, ModelError> {
+    let before = fields.whole("block_ff_dim", 1..=MAX_INTERMEDIATE)?;
+    let said = match before {
+        Some(size) => size,
+        None => fields.required_whole("intermediate_size", 1..=MAX_INTERMEDIATE)?,
+    };
+    if fields.flag("block_auto_adjust_ff_dim")? == Some(false) {
+        return Ok(said);
+    }
+    let two_thirds = (2 * said) as f64 / 3.0;
+    let key = "block_ffn_dim_multiplier";
+    let multiplier = if fields.has(key) { fields.real(key, 0.0..=1e3)? } else { Some(1.0) };
+    let size = match multiplier {
+        None => two_thirds as usize,
+        Some(multiplier) => {
+            let granule = fields.whole("block_multiple_of", 1..=MAX_INTERMEDIATE)?.unwrap_or(256);
+            ((multiplier * two_thirds.floor()) as usize).next_multiple_of(granule)
+        }
+    };
+    match size {
+        1..=MAX_INTERMEDIATE => Ok(size),
+        _ => Err(fields.wrong("block_ff_dim", format!("1 to {MAX_INTERMEDIATE} elements made of it, not {size}"))),
+    }
+}
+
+/// The layers that do not attend.
+fn recurrent(
+    fields: &Fields<'_>,
+    architecture: Architecture,
+    n_layers: usize,
+) -> Result<Option<Recurrent>, ModelError> {
+    let Some(recurs) = architecture.traits().recurs else { return Ok(None) };
+    let name = match recurs {
+        Recurs::DeltaRule => "linear_attention",
+        Recurs::Convolution => "conv",
+    };
+    let layers: Vec<bool> = match (fields.texts("layer_types")?, recurs) {
+        (Some(types), _) => {
+            if let Some(other) = types.iter().find(|kind| ![name, "full_attention"].contains(*kind)) {
+                let supported = format!("{name}, full_attention");
+                return Err(ModelError::unsupported(fields.path(), "layer_types", *other, supported));
+            }
+            if types.len() != n_layers {
+                return Err(not_one_a_layer(fields, "layer_types", types.len(), n_layers));
+            }
+            types.iter().map(|kind| *kind == name).collect()
+        }
+        (None, Recurs::DeltaRule) => {
+            let interval = fields.whole("full_attention_interval", 1..=MAX_LAYERS)?.unwrap_or(4);
+            (1..=n_layers).map(|layer| !layer.is_multiple_of(interval)).collect()
+        }
+        (None, Recurs::Convolution) => match fields.wholes("full_attn_idxs", 0..=MAX_LAYERS)? {
+            Some(attending) => (0..n_layers).map(|layer| !attending.contains(&layer)).collect(),
+            None => vec![false; n_layers],
+        },
+    };
+    if !layers.contains(&true) {
+        return Ok(None);
+    }
+    let taps = |key, default| Ok(fields.whole(key, 2..=causal_conv::MAX_TAPS as usize)?.unwrap_or(default));
+    let mixer = match recurs {
+        Recurs::Convolution => {
+            Mixer::Convolution { taps: taps("conv_L_cache", 3)?, has_bias: fields.flag("conv_bias")?.unwrap_or(false) }
+        }
+        Recurs::DeltaRule => {
+            const VALUE_HEADS: &str = "linear_num_value_heads";
+            let size = |key, most, default| Ok::<_, ModelError>(fields.whole(key, 1..=most)?.unwrap_or(default));
+            let key_heads = size("linear_num_key_heads", MAX_HEADS, 16)?;
+            let value_heads = size(VALUE_HEADS, MAX_HEADS, 32)?;
+            if !value_heads.is_multiple_of(key_heads) {
+                return Err(fields.wrong(VALUE_HEADS, format!("a multiple of linear_num_key_heads, {key_heads}")));
+            }
+            Mixer::DeltaRule {
+                key_heads,
+                value_heads,
+                key_dim: size("linear_key_head_dim", delta_rule::MAX_KEY as usize, 128)?,
+                value_dim: size("linear_value_head_dim", MAX_HEAD_DIM, 128)?,
+                taps: taps("linear_conv_kernel_dim", 4)?,
+            }
+        }
+    };
+    Ok(Some(Recurrent { mixer, layers }))
 }
 
 /// What one layer does and another does not.
@@ -323,6 +462,10 @@ pub(super) fn typed_layers(fields: &Fields<'_>, n_layers: usize) -> Result<Optio
 /// Which layers have a window, if the network has one; `turns` as [`turning_layers`] has it.
 fn sliding_layers(fields: &Fields<'_>, architecture: Architecture, turns: &[bool]) -> Result<Vec<bool>, ModelError> {
     let n_layers = turns.len();
+    // Of those that do not all attend, others ask.
+    if architecture.traits().recurs.is_some() {
+        return Ok(vec![false; n_layers]);
+    }
     let typed = typed_layers(fields, n_layers)?;
     let named = |others: &dyn Fn(usize) -> bool| match &typed {
         Some(typed) => typed.clone(),

@@ -191,9 +191,9 @@ pub(super) fn ropes(
         None => given,
     };
     let original = original.or(traits.original_context);
-    let dim = match traits.turns_part {
-        true => turned(fields, given.as_ref(), head_dim)?,
-        false => head_dim,
+    let dim = match traits.turned_part {
+        Some(part) => turned(fields, given.as_ref(), head_dim, part)?,
+        None => head_dim,
     };
     let shape = Shape { architecture, original, max_position_embeddings, dim };
     if given.is_none() && architecture == Architecture::Ministral3 {
@@ -221,11 +221,12 @@ fn original_of(given: &Fields<'_>, shape: Shape) -> Result<usize, ModelError> {
     }
 }
 
-/// How many elements of a head are turned, of `head_dim`: a part of them may be said beside the embedding's keys, `given`, or beside all others.
-fn turned(fields: &Fields<'_>, given: Option<&Fields<'_>>, head_dim: usize) -> Result<usize, ModelError> {
+/// How many elements of a head are turned, of `head_dim`: a part of them may be said beside the embedding's keys, `given`, or beside all others; else
+/// it is `part`.
+fn turned(fields: &Fields<'_>, given: Option<&Fields<'_>>, head_dim: usize, part: f64) -> Result<usize, ModelError> {
     const KEY: &str = "partial_rotary_factor";
     let fields = given.filter(|given| given.get(KEY).is_some()).unwrap_or(fields);
-    let part = fields.real(KEY, 0.0..=1.0)?.unwrap_or(1.0);
+    let part = fields.real(KEY, 0.0..=1.0)?.unwrap_or(part);
     let dim = (head_dim as f64 * part) as usize;
     if dim == 0 || !dim.is_multiple_of(2) {
         return Err(fields.wrong(KEY, format!("an even number of a head's {head_dim} elements, at least 2")));
@@ -331,7 +332,7 @@ fn rope(
             partial = given;
         }
     }
-    if !traits.turns_part && partial.get("partial_rotary_factor").is_some_and(|v| v.as_f64() != Some(1.0)) {
+    if traits.turned_part.is_none() && partial.get("partial_rotary_factor").is_some_and(|v| v.as_f64() != Some(1.0)) {
         return Err(partial.unsupported("partial_rotary_factor", "1 (the whole head is turned)"));
     }
     let theta = match theta {
