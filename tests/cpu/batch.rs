@@ -4,7 +4,7 @@
 use super::cuda::has_kernel;
 use super::interpreted::{cases, distance, driver, on, random_model};
 use super::simt::{MANY_ROWS, broken_rule, encode, model as small_model};
-use crate::models::MODELS;
+use crate::models::{MODELS, RECURRENT};
 use perpetua::engine::EngineError;
 use perpetua::exec::cuda;
 use perpetua::image::encode::Parts;
@@ -292,6 +292,29 @@ fn a_gpu_decodes_batches_without_thin_products() {
         assert_eq!(ends, vec![End::MaxTokens; lengths.len()]);
         let logits = engine.batch_logits().unwrap().unwrap();
         judge(&mut cpu, &prompts, &made, &logits, 3e-2, &format!("prompts of {lengths:?}"));
+    }
+}
+
+/// Each sequence has states of its own, which a shorter one's end leaves alone, and another prompt begins anew.
+#[test]
+fn a_gpu_decodes_batches_of_states() {
+    if !has_kernel() {
+        return;
+    }
+    for name in RECURRENT {
+        let model = fixture(name);
+        let config = config(Device::Cpu, 2, Some(3));
+        let mut cpu = Engine::new(&model, &EngineConfig { sequences: None, ..config.clone() }).unwrap();
+        for at in [On::Simt, On::Ptx(cuda::Mode::Persistent)] {
+            let mut engine = Engine::new(&model, &at.config(5, config.clone())).unwrap();
+            for lengths in [&[9, 1, 20][..], &[5, 3]] {
+                let prompts = prompts(&model, lengths);
+                let (made, ends) = together(&mut engine, &prompts, &options(3));
+                assert_eq!(ends, vec![End::MaxTokens; lengths.len()]);
+                let logits = engine.batch_logits().unwrap().unwrap();
+                judge(&mut cpu, &prompts, &made, &logits, 3e-2, &format!("{name}, {at:?}, prompts of {lengths:?}"));
+            }
+        }
     }
 }
 

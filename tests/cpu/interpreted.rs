@@ -505,13 +505,22 @@ fn wave(at: usize, seed: usize) -> f32 {
     ((at * (seed + 13) + seed * 17) as f32 * 0.37).sin()
 }
 
-/// Mixtures of experts, norms of what is added and of all queries together, heads that are turned in part: by flags, by events, a launch per operator, and where nobody asks L2 for what is next.
+/// Mixtures of experts, norms of what is added and of all queries together, heads that are turned in part, layers that pass states on: by flags, by events, a launch per operator, and where nobody asks L2 for what is next.
 #[test]
 fn families_with_operators_of_their_own_make_the_cpus_tokens() {
     if !has_kernel() {
         return;
     }
-    for name in ["tiny-qwen3-moe", "tiny-mixtral", "tiny-gemma3", "tiny-smollm3", "tiny-phi3", "tiny-olmo2"] {
+    for name in [
+        "tiny-qwen3-moe",
+        "tiny-mixtral",
+        "tiny-gemma3",
+        "tiny-smollm3",
+        "tiny-phi3",
+        "tiny-olmo2",
+        "tiny-qwen3.5",
+        "tiny-lfm2",
+    ] {
         let model = Model::load(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)).expect(name);
         let config = EngineConfig { max_context: Some(24), chunks: vec![4], ..EngineConfig::default() };
         let cpu = EngineConfig { device: Device::Cpu, threads: Some(2), ..config.clone() };

@@ -2,7 +2,7 @@
 
 use super::batch::{On, options, prompts};
 use super::cuda::has_kernel;
-use super::models::MODELS;
+use super::models::{MODELS, RECURRENT};
 use super::simt::{MANY_ROWS, model as small_model};
 use perpetua::engine::{BatchGeneration, EngineError};
 use perpetua::exec::{RunError, cuda};
@@ -62,16 +62,21 @@ fn own_options(number: usize, n: usize, stop: Option<u32>) -> GenerateOptions {
 /// Workers know nothing of one's stop string, and others go on as they would have.
 #[test]
 fn a_stop_string_ends_one_of_a_batch() {
-    let model = fixture(MODELS[0]);
-    let prompts = prompts(&model, &[9, 38, 6]);
-    let mut single = Engine::new(&model, &config(Device::Cpu, None)).unwrap();
+    for name in [MODELS[0], RECURRENT[0]] {
+        a_stop_string_ends_one_of(&fixture(name));
+    }
+}
+
+fn a_stop_string_ends_one_of(model: &Model) {
+    let prompts = prompts(model, &[9, 38, 6]);
+    let mut single = Engine::new(model, &config(Device::Cpu, None)).unwrap();
     let free = options(12);
     let mut expected: Vec<Outcome> = prompts.iter().map(|prompt| alone(&mut single, prompt, &free)).collect();
     let stop = expected[1].1.chars().skip(6).take(3).collect::<String>();
     let stopped = GenerateOptions { stop_strings: vec![stop.clone()], ..free.clone() };
     expected[1] = alone(&mut single, &prompts[1], &stopped);
     assert_eq!(expected[1].2, Some(End::StopString), "{stop:?}");
-    let mut engine = Engine::new(&model, &config(Device::Cpu, Some(2))).unwrap();
+    let mut engine = Engine::new(model, &config(Device::Cpu, Some(2))).unwrap();
     let mut batch = engine.batch().unwrap();
     let mut made = BTreeMap::new();
     batch.add(&prompts[0], &free).unwrap();

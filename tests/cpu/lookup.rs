@@ -4,7 +4,7 @@
 use super::batch::{On, judge};
 use super::cuda::has_kernel;
 use super::interpreted::{cases, random_model};
-use super::models::MODELS;
+use super::models::{RECURRENT, attending};
 use super::simt::{MANY_ROWS, broken_rule, model as small_model};
 use perpetua::engine::EngineError;
 use perpetua::exec::cuda;
@@ -58,7 +58,7 @@ fn prompt(model: &Model, len: usize) -> Vec<u32> {
 #[test]
 fn the_text_and_its_bits_are_those_without() {
     let mut fewer = 0;
-    for name in MODELS {
+    for name in attending() {
         let model = fixture(name);
         let prompt = prompt(&model, 23);
         let plain = made(&mut engine(&model, Device::Cpu, 1, None), &prompt, &options(40));
@@ -190,7 +190,7 @@ proptest! {
 
     #[test]
     fn whatever_the_prompt_the_text_is_the_same(
-        name in proptest::sample::select(&MODELS[..]),
+        name in proptest::sample::select(attending().collect::<Vec<_>>()),
         prompt in proptest::collection::vec(0u32..5, 1..40),
         drafts in 1usize..16,
         threads in 1usize..4,
@@ -216,6 +216,10 @@ fn what_cannot_be_is_refused_in_a_line() {
     assert_eq!(refused(config(16)).to_string(), "prompt lookup 16: expected 1 to 15 tokens");
     let logits = refused(EngineConfig { all_logits: true, ..config(4) });
     assert!(matches!(logits, EngineError::Purpose(_)), "{logits}");
+    for (name, class) in RECURRENT.into_iter().zip(["Qwen3_5ForCausalLM", "Lfm2ForCausalLM"]) {
+        let error = Engine::new(&fixture(name), &config(4)).unwrap_err().to_string();
+        assert!(error.starts_with(class) && error.ends_with("expected no prompt lookup"), "{error}");
+    }
 }
 
 const GPUS: [On; 2] = [On::Simt, On::Ptx(cuda::Mode::Persistent)];

@@ -88,7 +88,7 @@ fn divergence(expected: &[f32], found: &[f32]) -> f64 {
     p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum()
 }
 
-pub(super) const MODELS: [&str; 17] = [
+pub(super) const MODELS: [&str; 19] = [
     "tiny-qwen3",
     "tiny-llama",
     "tiny-qwen2",
@@ -106,7 +106,17 @@ pub(super) const MODELS: [&str; 17] = [
     "tiny-olmo2",
     "tiny-olmo3",
     "tiny-exaone4",
+    RECURRENT[0],
+    RECURRENT[1],
 ];
+
+/// Those whose layers pass states from row to row.
+pub(super) const RECURRENT: [&str; 2] = ["tiny-qwen3.5", "tiny-lfm2"];
+
+/// The others, which can take back what they have read.
+pub(super) fn attending() -> impl Iterator<Item = &'static str> {
+    MODELS.into_iter().filter(|name| !RECURRENT.contains(name))
+}
 
 /// The one whose weights have been trained, and so say something (`fixtures/train_rustdoc.py`).
 const TRAINED: &str = "tiny-rustdoc";

@@ -2,7 +2,7 @@
 
 use super::cuda::has_kernel;
 use super::interpreted::{distance, driver, on};
-use super::models::MODELS;
+use super::models::{MODELS, RECURRENT};
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model, PromptPrecision};
 use perpetua_shared::ProgramId;
 use proptest::prelude::*;
@@ -63,15 +63,17 @@ fn a_conversation_reads_what_is_new() {
         // The last token made has not been read.
         let second = [&first[..], &answer, &[3, 1, 4, 1, 5]].concat();
         judge(engine, fresh, &second, 19 + 5);
+        // States go on after the last token that was read, and from nowhere else.
+        let known = |tokens: usize| if RECURRENT.contains(&name) { 0 } else { tokens };
         // The same again, but for its last token; then another way from its middle on; then less of it.
-        judge(engine, fresh, &second, second.len() - 1);
+        judge(engine, fresh, &second, known(second.len() - 1));
         let other = [&second[..21], &[9, 9, 9]].concat();
-        judge(engine, fresh, &other, 21);
-        judge(engine, fresh, &other[..8], 7);
+        judge(engine, fresh, &other, known(21));
+        judge(engine, fresh, &other[..8], known(7));
         judge(engine, fresh, &[59, 58], 0);
         // Without the option all is read, and what has been is still known after.
         assert_eq!(made(engine, &first, &options(6, false)).0, 0);
-        judge(engine, fresh, &first, 18);
+        judge(engine, fresh, &first, known(18));
     }
 }
 

@@ -24,9 +24,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMaskedLM, PreTrainedTokenizerFast
 
 DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3", "granite", "phi3", "olmo2", "olmo3", "exaone4", "seed_oss", "ministral3"]
-EXPERTS = ["mixtral", "granitemoe", "granitemoeshared", "granitemoehybrid", "qwen3_moe", "qwen2_moe", "olmoe"]
+# Layers pass states from row to row, most of them.
+RECURRENT = ["qwen3_5_text", "lfm2"]
+EXPERTS = ["mixtral", "granitemoe", "granitemoeshared", "granitemoehybrid", "qwen3_moe", "qwen2_moe", "olmoe", "qwen3_5_moe_text"]
 # Models that see, too, and the one in them that reads.
-HALVES = {"qwen3_vl": "qwen3", "qwen2_5_vl": "qwen2", "mistral3": "mistral", "gemma3": "gemma3_text", "llava": "llama", "internvl": "qwen3"}
+HALVES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "qwen3_vl": "qwen3", "qwen2_5_vl": "qwen2", "mistral3": "mistral", "gemma3": "gemma3_text", "llava": "llama", "internvl": "qwen3"}
 ENCODERS = ["bert", "roberta", "xlm-roberta", "camembert", "modernbert"]
 LAYER_TYPES = ["full_attention", "sliding_attention"]
 # Each type of layer has RoPE's parameters of its own.
@@ -73,7 +75,7 @@ def text_config(r, kind):
     heads = kv_heads * r.choice([1, 2, 3, 4, 5, 7, 8])
     while heads * head_dim > 1024 and heads > kv_heads:
         heads -= kv_heads
-    has_none = ("qwen2", "qwen2_moe", *GRANITES, "phi3", "olmo2", "olmo3", "olmoe")
+    has_none = ("qwen2", "qwen2_moe", *GRANITES, "phi3", "olmo2", "olmo3", "olmoe", "lfm2")
     has_head_dim = kind not in (*has_none, "llama", "mistral", "smollm3") or kind not in has_none and r.random() < 0.5
     hidden = r.choice([6, 16, 33, 48, 64, 96, 100, 128, 160, 192, 200, 256, 300]) if has_head_dim else heads * head_dim
     if kind in ("llama", "gemma3_text", "smollm3", "exaone4", *GRANITES):  # transformers wants it so
@@ -145,6 +147,20 @@ def text_config(r, kind):
         c["rope_parameters"] = {"full_attention": rope(r, kind), "sliding_attention": rope(r, kind)}
     if kind == "exaone4" and r.random() < 0.3:
         c |= {"layer_types": ["full_attention"] * layers, "sliding_window": None}
+    if kind.startswith("qwen3_5"):
+        c |= {"head_dim": r.choice([8, 16, 32, 64, 256]), "attention_bias": r.random() < 0.3, "linear_conv_kernel_dim": r.choice([2, 3, 4, 4])}
+        c |= {"linear_num_key_heads": (keys := r.choice([1, 2, 3])), "linear_num_value_heads": keys * r.choice([1, 2, 3])}
+        c |= {"linear_key_head_dim": r.choice([4, 16, 33, 128]), "linear_value_head_dim": r.choice([4, 15, 32, 128])}
+        c["rope_parameters"] = {"rope_type": "default", "rope_theta": r.choice([1e4, 1e7])} | r.choice([{}, {"partial_rotary_factor": 0.5}])
+        c |= r.choice([{"full_attention_interval": r.choice([1, 2, 4])}, {"layer_types": [r.choice(["linear_attention", "full_attention"]) for _ in range(layers)]}])
+    if kind == "qwen3_5_moe_text":
+        experts = r.choice([1, 4, 8, 16])
+        c |= {"num_experts": experts, "num_experts_per_tok": r.randint(1, min(experts, 8)), "moe_intermediate_size": r.choice([8, 24, 64, 100])}
+        c |= {"shared_expert_intermediate_size": r.choice([8, 31, 64, 100])}
+    if kind == "lfm2":
+        c |= {"layer_types": [r.choice(["conv", "full_attention"]) for _ in range(layers)], "conv_L_cache": r.choice([2, 3, 3, 5]), "conv_bias": r.random() < 0.4}
+        c |= {"norm_eps": c.pop("rms_norm_eps"), "block_multiple_of": r.choice([8, 32]), "block_auto_adjust_ff_dim": r.random() < 0.5}
+        c |= {"block_ffn_dim_multiplier": r.choice([1.0, 1.3])}
     if kind == "gemma3_text":
         c |= {"query_pre_attn_scalar": r.choice([head_dim, 100, 168]), "sliding_window": r.choice([2, 8, 16, 64])}
         c["layer_types"] = [r.choice(["sliding_attention", "full_attention"]) for _ in range(layers)]
@@ -162,8 +178,10 @@ def randomise(model, r, kind, dtype):
                 p.normal_(0, embed if "embed" in name else gain * (2 if "lm_head" in name else 1) / p.shape[-1] ** 0.5)
             elif name.endswith("bias"):
                 p.normal_(0, 0.3)
+            elif name.endswith("A_log"):
+                p.uniform_(-3, 1)
             else:
-                p.uniform_(0.5, 1.5).sub_(int("gemma" in kind))
+                p.uniform_(0.5, 1.5).sub_(int("gemma" in kind or "qwen3_5" in kind and "linear_attn.norm" not in name))
             p.copy_(p.to(dtype).float())
     return model.eval()
 
@@ -172,7 +190,7 @@ def vision_config(kind, c):
     """The half that sees, as small as it may be."""
     if kind.startswith("qwen"):
         sizes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": c["hidden_size"]}
-        return sizes | ({"fullatt_block_indexes": [0]} if kind == "qwen2_5_vl" else {"deepstack_visual_indexes": [0]})
+        return sizes | {"qwen2_5_vl": {"fullatt_block_indexes": [0]}, "qwen3_vl": {"deepstack_visual_indexes": [0]}}.get(kind, {})
     return {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 
 
@@ -192,7 +210,7 @@ def older_keys(folder, r):
 
 
 def text(r, seed, only, run):
-    kind = r.choice(only or DECODERS + EXPERTS + list(HALVES))
+    kind = r.choice(only or DECODERS + RECURRENT + EXPERTS + list(HALVES))
     c, dtype = text_config(r, HALVES.get(kind, kind)), r.choice(DTYPES)
     if kind in HALVES:
         if kind.startswith("qwen"):  # a position of a picture has three numbers: which pairs each turns
@@ -201,14 +219,14 @@ def text(r, seed, only, run):
             c.pop("use_sliding_window", None) if kind == "qwen3_vl" else None  # which it has none for
             c["rope_parameters"] = {"rope_type": "default", "rope_theta": c["rope_parameters"]["rope_theta"], "mrope_section": section}
         given = {"text_config": c | {"model_type": HALVES[kind]}, "tie_word_embeddings": c["tie_word_embeddings"]}
-        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **given, vision_config=vision_config(kind, c))).float()
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **given, vision_config=vision_config(kind, c)), experts_implementation="eager").float()
     else:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **c), experts_implementation="eager").float()
     randomise(model, r, kind, dtype)
     n = r.choice([1, 2, 7, 13, 33, 64, 65, 100])
     ids = torch.randint(3, c["vocab_size"], (n,))
     with torch.no_grad():
-        expected = model(ids[None]).logits[0]
+        expected = model(ids[None], use_cache=False).logits[0]  # its caches want a layer that attends
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         model.to(dtype).save_pretrained(folder, max_shard_size=r.choice(["50GB", "200KB"]))

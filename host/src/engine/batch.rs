@@ -7,7 +7,7 @@
 //! How a sequence ends the host finds out by itself, from the tokens it takes: workers end it by the same rules in the same pass.
 
 use super::generation::{Made, Run};
-use super::resident::Resident;
+use super::resident::{Resident, reusable};
 use super::text::Text;
 use super::{EngineError, GenerateOptions, Model, Token, check_prompt, check_stop_tokens, request};
 use crate::exec::{RunError, Stopper};
@@ -274,8 +274,10 @@ impl<'a> BatchGeneration<'a> {
     fn release(&mut self, at: usize, end: End) -> Result<(), EngineError> {
         let slot = &mut self.slots[at];
         let Some(mut followed) = slot.followed.take() else { return Ok(()) };
-        // Workers know of no stop string, and may say anything.
-        (slot.cached, slot.end) = (followed.cached(), Some(end).filter(|end| *end != End::StopString));
+        // Workers know of no stop string, and may say anything; a state is beyond what has been taken then.
+        let is_beyond = end == End::StopString && self.model.config().passes_states();
+        slot.cached = if is_beyond { 0 } else { followed.cached() };
+        slot.end = Some(end).filter(|end| *end != End::StopString);
         self.all[followed.number].end = Some(end);
         self.ready.extend(followed.made.take_last()?.map(|token| (followed.number, token)));
         Ok(())
@@ -341,9 +343,10 @@ impl<'a> BatchGeneration<'a> {
         let mut best = None;
         for (at, slot) in self.slots.iter().enumerate().filter(|(_, slot)| slot.followed.is_none()) {
             // The last token is read in any case: of it the first new one is made.
-            let most = if asked.reuse_prefix { slot.cached.min(prompt.len() - 1) } else { 0 };
-            let is_there = |i: &usize| self.run.resident.token(at * part + i) == prompt[*i];
-            let position = (0..most).take_while(is_there).count();
+            let kept = if asked.reuse_prefix { slot.cached } else { 0 };
+            let whole = self.model.config().passes_states();
+            let position =
+                reusable(kept, &prompt[..prompt.len() - 1], whole, |i| self.run.resident.token(at * part + i));
             // Of those with as much of it, the one that loses least to it.
             let lost = if asked.reuse_prefix { slot.cached } else { 0 };
             if best.is_none_or(|(_, most, least)| (position, least) > (most, lost)) {

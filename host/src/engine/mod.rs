@@ -302,7 +302,8 @@ pub struct GenerateOptions {
     /// Do not read again what the prompt begins with if the generation before, of this engine, has read or made the same: the next turn of a
     /// conversation then takes as long as what is new in it. But for the order of sums nothing changes: on the CPU, where prompts are read
     /// [exactly](PromptPrecision::Exact), not a bit; elsewhere tokens that were made have been rounded as made, not as read. In a batch
-    /// it is about the cache that a sequence [gets](BatchGeneration::add), and what another has left there.
+    /// it is about the cache that a sequence [gets](BatchGeneration::add), and what another has left there. A model whose layers
+    /// [pass states](ModelConfig::passes_states) from row to row goes on where the generation before has ended, or reads all.
     ///
     /// ```no_run
     /// # use perpetua::{ChatMessage, Engine, EngineConfig, GenerateOptions, Model};
@@ -650,7 +651,8 @@ impl Engine {
         control.n_tokens = prompt.len() as u32;
         (control.max_drafts, control.n_drafts) = (self.drafts, self.drafts);
         // The last token is read in any case: of it the first new one is made.
-        let reused = if options.reuse_prefix { self.resident.kept_of(&prompt[..prompt.len() - 1]) } else { 0 };
+        let whole = self.model.config().passes_states();
+        let reused = if options.reuse_prefix { self.resident.kept_of(&prompt[..prompt.len() - 1], whole) } else { 0 };
         let programs = self.resident.compiled.image.view().programs;
         control.step = perpetua_device::advance::step_from(&control, programs, reused as u32, 0);
         self.resident.set_tokens(0, prompt);

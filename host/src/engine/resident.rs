@@ -19,6 +19,13 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+/// Of `kept` tokens that a cache has, how many `prompt` begins with: what need not be read again. A cache of which `whole` is so has nothing but what is
+/// after the last of them.
+pub(super) fn reusable(kept: usize, prompt: &[u32], whole: bool, token: impl Fn(usize) -> u32) -> usize {
+    let alike = (0..kept.min(prompt.len())).take_while(|at| token(*at) == prompt[*at]).count();
+    if whole && alike < kept { 0 } else { alike }
+}
+
 /// A compiled image and its executor: what engines and embedders share.
 #[derive(Debug)]
 pub struct Resident {
@@ -119,9 +126,9 @@ impl Resident {
         self.kept = if control.n_sequences == 0 { control.step.first_pos as usize } else { 0 };
     }
 
-    /// How many tokens at the start of `prompt` are in the cache.
-    pub(super) fn kept_of(&self, prompt: &[u32]) -> usize {
-        (0..self.kept.min(prompt.len())).take_while(|at| self.token(*at) == prompt[*at]).count()
+    /// How many tokens at the start of `prompt` are in the cache, of which a run may go on from any, or, if `whole`, from the last alone.
+    pub(super) fn kept_of(&self, prompt: &[u32], whole: bool) -> usize {
+        reusable(self.kept, prompt, whole, |at| self.token(at))
     }
 
     /// The output called `name` of program `program`.

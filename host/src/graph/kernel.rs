@@ -303,9 +303,8 @@ impl KernelGraph {
         if self.sequences == 1 {
             return self.named(name, shape, dtype, kind);
         }
-        let all: Vec<usize> = [self.sequences].iter().chain(shape).copied().collect();
-        let all = self.named(name, &all, dtype, kind)?;
         let part = shape.iter().product::<usize>();
+        let all = self.named(name, &[self.sequences, part], dtype, kind)?;
         self.view(all, TaskFlags::sequence(self.part).unwrap_or(0) * part, shape, &row_major(shape))
     }
 

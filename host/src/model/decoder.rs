@@ -3,7 +3,9 @@
 //! Dimension words, the same in every file: `rows` (tokens of a pass), `hidden`, `heads` (query heads), `kv_heads`,
 //! `group` = heads / kv_heads, `head_dim`, `context` (positions of the KV cache), `vocab`.
 
-use super::config::{Activation as ConfigActivation, DecoderConfig, Experts, Mixer, Norms, QkNorm, Rope, SharedExpert};
+use super::config::{
+    Activation as ConfigActivation, Architecture, DecoderConfig, Experts, Mixer, Norms, QkNorm, Rope, SharedExpert,
+};
 use super::embedding;
 use super::error::ModelError;
 use super::factors;
@@ -30,6 +32,11 @@ pub enum BuildError {
     /// An operator is wrong.
     #[error(transparent)]
     Graph(#[from] GraphError),
+    /// A pass that verifies guesses, of a network that cannot take a row back.
+    #[error(
+        "{0}: layers pass a state from row to row, of which a wrong guess cannot be taken back: expected no prompt lookup"
+    )]
+    Guesses(Architecture),
 }
 
 /// What a pass ends with.
@@ -150,6 +157,9 @@ pub fn build_embedder<'a>(
 }
 
 fn build_layers(net: Decoder<'_>) -> Result<KernelGraph, BuildError> {
+    if net.head == Head::Verify && net.config.recurrent.is_some() {
+        return Err(BuildError::Guesses(net.config.architecture));
+    }
     match net.config.architecture.norms() {
         Norms::Before => super::llama::build(net),
         Norms::Around => super::gemma3::build(net),

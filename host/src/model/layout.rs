@@ -230,12 +230,16 @@ pub(crate) struct ExpertNames {
     /// What checkpoints have in place of the experts' matrices: `[experts, 2 * intermediate, hidden]`, gates before ups in each, and
     /// `[experts, hidden, intermediate]`.
     stacks: Option<[&'static str; 2]>,
+    /// Whether some have the matrices themselves.
+    may_be_apart: bool,
 }
 
 /// A tensor of a checkpoint that is several, one after the other: see [`Weights::take_apart`](super::weights::Weights).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Stack {
     pub(super) name: String,
+    /// Whether a checkpoint may have its parts instead.
+    pub(super) may_be_apart: bool,
     pub(super) shape: Vec<usize>,
     /// Their names, and the shape of each.
     pub(super) parts: Vec<String>,
@@ -254,7 +258,8 @@ pub(super) fn stacks(config: &ModelConfig) -> Vec<Stack> {
             let of_expert = |number| parts.iter().map(move |part| (*part, number));
             let matrices = (0..experts.n).flat_map(of_expert);
             Stack {
-                name: format!("{prefix}.{stack}.weight"),
+                name: format!("{prefix}.{stack}"),
+                may_be_apart: names.may_be_apart,
                 shape: vec![experts.n, parts.len() * rows, columns],
                 parts: matrices.map(|(part, number)| names.matrix(part, &prefix, number)).collect(),
                 part_shape: [rows, columns],
@@ -287,12 +292,16 @@ impl ExpertNames {
         let (router, experts, parts, stacks) = match architecture {
             Architecture::Mixtral => ("block_sparse_moe.gate", "block_sparse_moe.experts", ["w1", "w3", "w2"], None),
             Architecture::GraniteMoe | Architecture::GraniteMoeShared | Architecture::GraniteMoeHybrid => {
-                let stacks = ["block_sparse_moe.input_linear", "block_sparse_moe.output_linear"];
+                let stacks = ["block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"];
                 ("block_sparse_moe.router.layer", "block_sparse_moe.experts", usual, Some(stacks))
+            }
+            Architecture::Qwen35Moe => {
+                ("mlp.gate", "mlp.experts", usual, Some(["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]))
             }
             _ => ("mlp.gate", "mlp.experts", usual, None),
         };
-        ExpertNames { router, experts, parts, stacks }
+        let may_be_apart = architecture == Architecture::Qwen35Moe;
+        ExpertNames { router, experts, parts, stacks, may_be_apart }
     }
 
     /// Matrix `part` (0: gate, 1: up, 2: down) of expert `number` of `layer`; of all, where the number is `*`.

@@ -220,6 +220,9 @@ impl ModelFolder {
             weights.add(&dense.folder, &dense.prefix)?;
         }
         for stack in layout::stacks(&self.config) {
+            if stack.may_be_apart && weights.get(&stack.name).is_none() {
+                continue;
+            }
             weights.take_apart(&stack.name, &stack.shape, &stack.parts, &stack.part_shape)?;
         }
         Ok(self.weights.get_or_init(|| weights))

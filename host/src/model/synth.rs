@@ -65,7 +65,7 @@ pub struct SynthSummary {
 }
 
 /// Names of all presets, those of encoders last.
-pub const PRESETS: [&str; 64] = [
+pub const PRESETS: [&str; 72] = [
     "qwen3-110m",
     "qwen3-0.6b",
     "qwen3-1.7b",
@@ -101,6 +101,11 @@ pub const PRESETS: [&str; 64] = [
     "olmo-3-7b",
     "exaone-4-1.2b",
     "exaone-4-32b",
+    "qwen3.5-0.8b",
+    "qwen3.5-2b",
+    "qwen3.5-9b",
+    "qwen3.5-35b-a3b",
+    "lfm2-1.2b",
     "tiny-qwen3",
     "tiny-qwen3-moe",
     "tiny-qwen2",
@@ -121,6 +126,9 @@ pub const PRESETS: [&str; 64] = [
     "tiny-olmo2",
     "tiny-olmo3",
     "tiny-exaone4",
+    "tiny-qwen3.5",
+    "tiny-qwen3.5-moe",
+    "tiny-lfm2",
     "tiny-odd",
     "tiny-simt",
     "tiny-long",
@@ -161,6 +169,8 @@ struct Sizes {
     window: Option<(usize, usize)>,
     /// Scores are divided by the root of this, where that is not what all of the family do.
     query_scalar: Option<usize>,
+    /// Heads of values, where layers have linear attention.
+    values: Option<usize>,
     /// It stands for a family in tests: where that has layers of several kinds, its few are of all kinds.
     is_tiny: bool,
 }
@@ -188,6 +198,10 @@ impl Sizes {
         Sizes { query_scalar: Some(scalar), ..self }
     }
 
+    const fn with_values(self, heads: usize) -> Sizes {
+        Sizes { values: Some(heads), ..self }
+    }
+
     /// `layer_types` and `sliding_window`.
     fn windows(&self) -> (Vec<&'static str>, Value) {
         let pattern = self.window.map_or(1, |(_, pattern)| pattern);
@@ -199,10 +213,11 @@ impl Sizes {
 /// The config.json of a preset.
 pub fn preset_config(name: &str) -> Result<Value, ModelError> {
     use Architecture::{
-        Exaone4, Gemma3, Granite, GraniteMoe, GraniteMoeHybrid, GraniteMoeShared, Llama, Ministral3, Mistral, Mixtral,
-        Olmo2, Olmo3, Olmoe, Phi3, Qwen2, Qwen2Moe, Qwen3, Qwen3Moe, SeedOss, SmolLm3,
+        Exaone4, Gemma3, Granite, GraniteMoe, GraniteMoeHybrid, GraniteMoeShared, Lfm2, Llama, Ministral3, Mistral,
+        Mixtral, Olmo2, Olmo3, Olmoe, Phi3, Qwen2, Qwen2Moe, Qwen3, Qwen3Moe, Qwen35, Qwen35Moe, SeedOss, SmolLm3,
     };
     const QWEN_VOCAB: usize = 151_936;
+    const QWEN_VOCAB_2: usize = 248_320;
     const LLAMA_VOCAB: usize = 128_256;
     const GEMMA_VOCAB: usize = 262_144;
     // Of those that see, too.
@@ -259,6 +274,15 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         ("exaone-4-1.2b",     Exaone4, sizes(102_400,     2048, 4096,  30, (32, 8),  64, true,   65_536, 1e6, Some(16.0))),
         ("exaone-4-32b",      Exaone4, sizes(102_400,     5120, 27392, 64, (40, 8), 128, false, 131_072, 1e6, Some(16.0))
             .with_windows_but(4, 4096)),
+        ("qwen3.5-0.8b",      Qwen35,  sizes(QWEN_VOCAB_2, 1024, 3584, 24, (8, 2),  256, true,  262_144, 1e7, None)
+            .with_values(16)),
+        ("qwen3.5-2b",        Qwen35,  sizes(QWEN_VOCAB_2, 2048, 6144, 24, (8, 2),  256, true,  262_144, 1e7, None)
+            .with_values(16)),
+        ("qwen3.5-9b",        Qwen35,  sizes(QWEN_VOCAB_2, 4096, 12288, 32, (16, 4), 256, false, 262_144, 1e7, None)
+            .with_values(32)),
+        ("qwen3.5-35b-a3b",   Qwen35Moe, sizes(QWEN_VOCAB_2, 2048, 512, 40, (16, 2), 256, false, 262_144, 1e7, None)
+            .with_values(32).with_experts(256, 8, 512).with_shared(512)),
+        ("lfm2-1.2b",         Lfm2,    sizes(65_536,      2048, 8192,  16, (32, 8),  64, true,  128_000, 1e6, None)),
         ("tiny-qwen3",        Qwen3,   sizes(1024,        256,  768,    3, (8, 4),   64, true,    4_096, 1e6, None)),
         ("tiny-qwen3-moe",    Qwen3Moe, sizes(1024,       128,  256,    3, (4, 2),   32, true,    4_096, 1e6, None)
             .with_experts(8, 3, 64)),
@@ -290,6 +314,11 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
             .with_windows_but(2, 12)),
         ("tiny-exaone4",      Exaone4, sizes(1024,         96,  208,    4, (6, 2),   16, true,    4_096, 1e6, Some(16.0))
             .with_windows_but(2, 12)),
+        ("tiny-qwen3.5",      Qwen35,  sizes(1024,         96,  208,    4, (4, 2),   32, true,    4_096, 1e6, None)
+            .with_values(4)),
+        ("tiny-qwen3.5-moe",  Qwen35Moe, sizes(1024,       96,   48,    2, (4, 2),   32, true,    4_096, 1e6, None)
+            .with_values(4).with_experts(6, 2, 48).with_shared(80)),
+        ("tiny-lfm2",         Lfm2,    sizes(1024,         96,  208,    3, (6, 2),   16, true,    4_096, 1e6, None)),
         // No size here is a multiple of what a vector, a tile or a page holds.
         ("tiny-odd",          Qwen3,   sizes(1009,        100,  273,    3, (5, 1),   20, false,   1_000, 1e4, None)),
         // The same, and small enough for a simulated GPU in a debug build.
@@ -357,6 +386,7 @@ const fn sizes(
         shared: None,
         window: None,
         query_scalar: None,
+        values: None,
         is_tiny: false,
     }
 }
@@ -427,6 +457,39 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
                 "original_max_position_embeddings": s.context / 16, "rope_theta": s.theta, "rope_type": "yarn",
             });
             map.insert("rope_parameters".into(), rope);
+        }
+        (Architecture::Qwen35 | Architecture::Qwen35Moe, Value::Object(map)) => {
+            // Of the tiny ones every second layer attends.
+            let interval = if s.is_tiny { 2 } else { 4 };
+            let [keys, key_dim, value_dim] = if s.is_tiny { [2, 24, 16] } else { [16, 128, 128] };
+            let kind = |layer: usize| match layer.is_multiple_of(interval) {
+                true => "full_attention",
+                false => "linear_attention",
+            };
+            map.insert("full_attention_interval".into(), interval.into());
+            map.insert("layer_types".into(), (1..=s.layers).map(kind).collect());
+            map.insert("linear_conv_kernel_dim".into(), 4.into());
+            map.insert("linear_key_head_dim".into(), key_dim.into());
+            map.insert("linear_num_key_heads".into(), keys.into());
+            map.insert("linear_num_value_heads".into(), s.values.into());
+            map.insert("linear_value_head_dim".into(), value_dim.into());
+            let rope = json!({ "partial_rotary_factor": 0.25, "rope_theta": s.theta, "rope_type": "default" });
+            map.insert("rope_parameters".into(), rope);
+            if s.experts.is_some() {
+                map.shift_remove("intermediate_size");
+            }
+        }
+        (Architecture::Lfm2, Value::Object(map)) => {
+            let attends = |layer: &usize| if s.is_tiny { *layer == 1 } else { [2, 5, 8, 10, 12, 14].contains(layer) };
+            let kind = |layer: usize| if attends(&layer) { "full_attention" } else { "conv" };
+            for key in ["attention_bias", "head_dim", "hidden_act", "rms_norm_eps"] {
+                map.shift_remove(key);
+            }
+            map.insert("block_auto_adjust_ff_dim".into(), false.into());
+            map.insert("conv_L_cache".into(), 3.into());
+            map.insert("conv_bias".into(), false.into());
+            map.insert("layer_types".into(), (0..s.layers).map(kind).collect());
+            map.insert("norm_eps".into(), 1e-5.into());
         }
         (Architecture::SeedOss, Value::Object(map)) => {
             map.insert("attention_bias".into(), true.into());
@@ -520,9 +583,12 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
         _ => {}
     }
     if let (Some([n, chosen, intermediate]), Value::Object(map)) = (s.experts, &mut config) {
-        map.insert("num_local_experts".into(), n.into());
+        let key = if architecture == Architecture::Qwen35Moe { "num_experts" } else { "num_local_experts" };
+        map.insert(key.into(), n.into());
         map.insert("num_experts_per_tok".into(), chosen.into());
-        if matches!(architecture, Architecture::Qwen3Moe | Architecture::Qwen2Moe) {
+        if architecture == Architecture::Qwen35Moe {
+            map.insert("moe_intermediate_size".into(), intermediate.into());
+        } else if matches!(architecture, Architecture::Qwen3Moe | Architecture::Qwen2Moe) {
             map.insert("moe_intermediate_size".into(), intermediate.into());
             map.insert("decoder_sparse_step".into(), 1.into());
             // The tiny ones have an MLP of the usual kind in between.
@@ -531,7 +597,7 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
         }
     }
     if let (Some(intermediate), Value::Object(map)) = (s.shared, &mut config) {
-        let is_qwen = architecture == Architecture::Qwen2Moe;
+        let is_qwen = matches!(architecture, Architecture::Qwen2Moe | Architecture::Qwen35Moe);
         let key = if is_qwen { "shared_expert_intermediate_size" } else { "shared_intermediate_size" };
         map.insert(key.into(), intermediate.into());
     }

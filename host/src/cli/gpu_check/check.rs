@@ -1104,7 +1104,7 @@ fn distance(expected: &[f32], found: &[f32]) -> f64 {
 }
 
 /// Models with what `transformers` makes of them, one of each that has operators of its own, or a part of one.
-const FIXTURES: [&str; 11] = [
+const FIXTURES: [&str; 13] = [
     "tiny-qwen3",
     "tiny-llama",
     "tiny-qwen2",
@@ -1116,6 +1116,8 @@ const FIXTURES: [&str; 11] = [
     "tiny-smollm3",
     "tiny-phi3",
     "tiny-olmo2",
+    "tiny-qwen3.5",
+    "tiny-lfm2",
 ];
 
 /// Those of them that a simulated GPU, which takes half a minute for each, is given: a dense one, and one of experts.

@@ -13,18 +13,20 @@ use perpetua_device::kernels::elementwise::Function;
 use perpetua_device::kernels::linear::Activation;
 use perpetua_device::kernels::routing::Weighting;
 use perpetua_device::kernels::{
-    Attention, ExpertRoutes, ExpertsDown, ExpertsUp, GatedLinear, Linear, MacroKernel, Numbered, RoutedLinear, SPECS,
-    Spec, Use, linear,
+    Attention, CausalConv, DeltaRule, ExpertRoutes, ExpertsDown, ExpertsUp, Gated, GatedLinear, Linear, MacroKernel,
+    Numbered, RoutedLinear, SPECS, Spec, Use, linear,
 };
 use perpetua_shared::DType;
 
 /// The networks' sizes and weights: presets of `synth`.
-pub(super) const PRESETS: [&str; 10] = [
+pub(super) const PRESETS: [&str; 12] = [
     "tiny-qwen3",
     "tiny-qwen2",
     "tiny-llama",
     "tiny-mistral",
     "tiny-gemma3",
+    "tiny-qwen3.5",
+    "tiny-lfm2",
     "tiny-long",
     "tiny-large",
     "tiny-longest",
@@ -290,8 +292,8 @@ fn is_read_by_a_product(table: &TensorTable, ops: &[Operator], tensor: TensorId)
     ops.iter().filter(is_product).any(|op| op.slots[linear::slot::X].is_some_and(|x| table[x].buffer == of))
 }
 
-/// Whether `op`, one of `ops`, is a product whose result `tensor` is what it wrote at the end of the pass, fused or not: nobody
-/// turns it in place.
+/// Whether `op`, one of `ops`, is a product, or of a layer that passes a state on, whose result `tensor` is what it wrote at the end of the pass, fused or
+/// not: nobody turns it in place.
 fn stays_when_fused(table: &TensorTable, ops: &[Operator], op: &Operator, tensor: TensorId) -> bool {
     let is_turned = |op: &Operator| {
         let slots = Spec::of(op.kernel.task_type).map_or(&[][..], |spec| spec.slots);
@@ -299,7 +301,9 @@ fn stays_when_fused(table: &TensorTable, ops: &[Operator], op: &Operator, tensor
         let same = |t: &Option<TensorId>| t.is_some_and(|t| table[t].buffer == table[tensor].buffer);
         slots.any(|(slot, t)| slot.usage == Use::Update && same(t))
     };
-    matches!(op.kernel.task_type, Linear::TASK_TYPE | GatedLinear::TASK_TYPE) && !ops.iter().any(is_turned)
+    let stays =
+        [Linear::TASK_TYPE, GatedLinear::TASK_TYPE, CausalConv::TASK_TYPE, DeltaRule::TASK_TYPE, Gated::TASK_TYPE];
+    stays.contains(&op.kernel.task_type) && !ops.iter().any(is_turned)
 }
 
 #[cfg(test)]

@@ -51,6 +51,9 @@ pub enum Architecture {
     /// `Qwen3_5ForCausalLM`, and the half of `Qwen3_5ForConditionalGeneration` that reads: most layers have linear attention, by the gated delta rule; what
     /// the others attend to goes through a gate.
     Qwen35,
+    /// `Qwen3_5MoeForCausalLM`, and that half of `Qwen3_5MoeForConditionalGeneration`: Qwen3.5 whose MLPs are mixtures of experts, the matrices of all of
+    /// them one tensor, and beside these an MLP that all rows go to.
+    Qwen35Moe,
     /// `Lfm2ForCausalLM`: most layers have a short convolution in the place of attention.
     Lfm2,
     /// `Exaone4ForCausalLM`: norms after attention and MLP, and on each head's query and key. Where layers have windows, the others do not turn
@@ -253,6 +256,17 @@ const USUAL: Traits = Traits {
 
 const QWEN: Traits = Traits { sliding: Sliding::Later, n_kv_heads: Some(32), ..USUAL };
 
+const QWEN_3_5: Traits = Traits {
+    norms_less_one: true,
+    qk_norm: QkNorm::Heads,
+    recurs: Some(Recurs::DeltaRule),
+    gates_attention: true,
+    turned_part: Some(0.25),
+    n_kv_heads: Some(4),
+    head_dim: Some(256),
+    ..USUAL
+};
+
 const MISTRAL: Traits = Traits {
     attention_bias: Biases::Never,
     sliding: Sliding::Named,
@@ -276,7 +290,7 @@ const ENCODER: Traits = Traits { is_encoder: true, activation: Activation::Gelu,
 
 impl Architecture {
     /// Every architecture.
-    pub const ALL: [Architecture; 25] = [
+    pub const ALL: [Architecture; 26] = [
         Architecture::Qwen3,
         Architecture::Qwen3Moe,
         Architecture::Qwen2,
@@ -297,6 +311,7 @@ impl Architecture {
         Architecture::Olmo3,
         Architecture::Olmoe,
         Architecture::Qwen35,
+        Architecture::Qwen35Moe,
         Architecture::Lfm2,
         Architecture::Exaone4,
         Architecture::Bert,
@@ -493,17 +508,25 @@ impl Architecture {
                 max_position_embeddings: 4096,
                 ..OLMO
             },
-            Architecture::Qwen35 => Traits {
-                class_name: "Qwen3_5ForCausalLM",
-                model_type: "qwen3_5_text",
-                norms_less_one: true,
-                qk_norm: QkNorm::Heads,
-                recurs: Some(Recurs::DeltaRule),
-                gates_attention: true,
-                turned_part: Some(0.25),
-                n_kv_heads: Some(4),
-                head_dim: Some(256),
-                ..USUAL
+            Architecture::Qwen35 => Traits { class_name: "Qwen3_5ForCausalLM", model_type: "qwen3_5_text", ..QWEN_3_5 },
+            Architecture::Qwen35Moe => Traits {
+                class_name: "Qwen3_5MoeForCausalLM",
+                model_type: "qwen3_5_moe_text",
+                mixture: Some(Mixture {
+                    n: 256,
+                    chosen: 8,
+                    intermediate_size: Some(512),
+                    normalises: true,
+                    may_lack: false,
+                    shared: Some(Shared {
+                        key: "shared_expert_intermediate_size",
+                        intermediate_size: 512,
+                        is_weighed: true,
+                        stands_alone: false,
+                    }),
+                }),
+                n_kv_heads: Some(2),
+                ..QWEN_3_5
             },
             Architecture::Lfm2 => Traits {
                 class_name: "Lfm2ForCausalLM",
@@ -621,6 +644,7 @@ impl Architecture {
             "qwen2_vl" | "qwen2_vl_text" | "qwen2_5_vl" | "qwen2_5_vl_text" => Some(Architecture::Qwen2),
             "qwen3_vl_text" => Some(Architecture::Qwen3),
             "qwen3_5" => Some(Architecture::Qwen35),
+            "qwen3_5_moe" => Some(Architecture::Qwen35Moe),
             "ministral" => Some(Architecture::Mistral),
             "xlm-roberta" | "camembert" => Some(Architecture::Roberta),
             _ => Architecture::ALL.into_iter().find(|a| a.model_type() == name),

@@ -230,7 +230,11 @@ pub(super) fn decoder(
     };
     let experts = experts(fields, architecture, n_layers)?;
     let alone = traits.mixture.and_then(|mixture| mixture.shared).filter(|of| of.stands_alone && experts.is_none());
+    // Where all layers have experts, and these a size of their own, the other one may be missing.
+    let is_said = fields.get("intermediate_size").is_some();
+    let of_experts = experts.as_ref().filter(|of| !is_said && of.layers.iter().all(|has| *has));
     let intermediate_size = match alone {
+        None if of_experts.is_some() => of_experts.map_or(0, |of| of.intermediate_size),
         Some(shared) => match shared_size(fields, shared)? {
             0 => return Err(fields.wrong(shared.key, "at least 1, where there are no experts")),
             size => size,
@@ -310,19 +314,12 @@ fn lfm2_intermediate_size(fields: &Fields<'_>) -> Result<usize, ModelError> {
     if fields.flag("block_auto_adjust_ff_dim")? == Some(false) {
         return Ok(said);
     }
-    let two_thirds = (2 * said) as f64 / 3.0;
-    let key = "block_ffn_dim_multiplier";
-    let multiplier = if fields.has(key) { fields.real(key, 0.0..=1e3)? } else { Some(1.0) };
-    let size = match multiplier {
-        None => two_thirds as usize,
-        Some(multiplier) => {
-            let granule = fields.whole("block_multiple_of", 1..=MAX_INTERMEDIATE)?.unwrap_or(256);
-            ((multiplier * two_thirds.floor()) as usize).next_multiple_of(granule)
-        }
-    };
+    let multiplier = fields.real("block_ffn_dim_multiplier", 0.0..=1e3)?.unwrap_or(1.0);
+    let granule = fields.whole("block_multiple_of", 1..=MAX_INTERMEDIATE)?.unwrap_or(256);
+    let size = ((multiplier * (2 * said / 3) as f64) as usize).next_multiple_of(granule);
     match size {
         1..=MAX_INTERMEDIATE => Ok(size),
-        _ => Err(fields.wrong("block_ff_dim", format!("1 to {MAX_INTERMEDIATE} elements made of it, not {size}"))),
+        _ => Err(fields.wrong("intermediate_size", format!("1 to {MAX_INTERMEDIATE} elements made of it, not {size}"))),
     }
 }
 

@@ -134,6 +134,11 @@ impl ModelConfig {
         }
     }
 
+    /// Whether some of its layers pass a state from row to row: a text goes on after the last token that was read, and from no other.
+    pub fn passes_states(&self) -> bool {
+        matches!(self, ModelConfig::Decoder(c) if c.recurrent.is_some())
+    }
+
     /// The longest input the model was made for.
     pub fn max_position_embeddings(&self) -> usize {
         match self {
