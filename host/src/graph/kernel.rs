@@ -454,6 +454,13 @@ impl KernelGraph {
         self.view(base, row * shape.iter().product::<usize>(), shape, &row_major(shape))
     }
 
+    /// Row `row` of `base`, whatever its strides, as one of its shape with one row.
+    fn row_of(&mut self, base: TensorId, row: usize) -> Result<TensorId, GraphError> {
+        let (mut shape, strides) = (self.table[base].shape.clone(), self.table[base].strides.clone());
+        shape[0] = 1;
+        self.view(base, row * strides[0], &shape, &strides)
+    }
+
     fn matrix(&self, op: &str, name: &str, tensor: TensorId) -> Result<[usize; 2], GraphError> {
         self.dims_of(op, name, tensor)
     }
@@ -650,11 +657,9 @@ impl KernelGraph {
         let [_, n_kv, group, d] = self.dims_of(name, "q", args.q)?;
         let flat = self.intermediate(&format!("{name}.attention"), &[self.sequences, n_kv * group * d], DType::F32)?;
         self.each_sequence(|graph, sequence| {
-            let row = [1, n_kv, group, d];
-            let q = graph.row(args.q, sequence, &row)?;
-            let k = graph.row(args.k, sequence, &[1, n_kv, d])?;
-            let v = graph.row(args.v, sequence, &[1, n_kv, d])?;
-            let y = graph.row(flat, sequence, &row)?;
+            let [q, k, v] = [args.q, args.k, args.v].map(|of| graph.row_of(of, sequence));
+            let (q, k, v) = (q?, k?, v?);
+            let y = graph.row(flat, sequence, &[1, n_kv, group, d])?;
             let cache = cache(graph)?;
             graph.rope(&format!("{name}.rope.{sequence}"), RopeArgs { q, k, v, ..args }, cache)?;
             graph.attention_into(&format!("{name}.attention.{sequence}"), q, cache, y, scale, mask)

@@ -149,11 +149,8 @@ impl KernelGraph {
         self.each_sequence(|graph, sequence| each(graph, &format!("{name}.{sequence}"), Some(sequence)))
     }
 
-    /// Row `row` of `base`, as one of its shape with one row; all of it where there is none.
+    /// Row `row` of `base`; all of it where there is none.
     fn part_of(&mut self, base: TensorId, row: Option<usize>) -> Result<TensorId, GraphError> {
-        let Some(row) = row else { return Ok(base) };
-        let (mut shape, strides) = (self.table[base].shape.clone(), self.table[base].strides.clone());
-        shape[0] = 1;
-        self.view(base, row * strides[0], &shape, &strides)
+        row.map_or(Ok(base), |row| self.row_of(base, row))
     }
 }
