@@ -68,7 +68,7 @@ fn mixtures_of_experts() {
     assert!(
         message.ends_with(
             "Qwen3MoeForCausalLM, Qwen2MoeForCausalLM, MixtralForCausalLM, GraniteMoeForCausalLM, GraniteMoeSharedForCausalLM, \
-             GraniteMoeHybridForCausalLM, OlmoeForCausalLM alone"
+             GraniteMoeHybridForCausalLM, OlmoeForCausalLM, Qwen3_5MoeForCausalLM alone"
         ),
         "{message}"
     );
@@ -384,8 +384,8 @@ fn what_is_not_done_is_refused_by_name() {
          Qwen3MoeForCausalLM, Qwen2ForCausalLM, Qwen2MoeForCausalLM, LlamaForCausalLM, MistralForCausalLM, \
          Ministral3ForCausalLM, MixtralForCausalLM, Gemma3ForCausalLM, SmolLM3ForCausalLM, GraniteForCausalLM, \
          GraniteMoeForCausalLM, GraniteMoeSharedForCausalLM, GraniteMoeHybridForCausalLM, SeedOssForCausalLM, \
-         Phi3ForCausalLM, Olmo2ForCausalLM, Olmo3ForCausalLM, OlmoeForCausalLM, Exaone4ForCausalLM, BertModel, \
-         RobertaModel, ModernBertModel"
+         Phi3ForCausalLM, Olmo2ForCausalLM, Olmo3ForCausalLM, OlmoeForCausalLM, Qwen3_5ForCausalLM, \
+         Qwen3_5MoeForCausalLM, Lfm2ForCausalLM, Exaone4ForCausalLM, BertModel, RobertaModel, ModernBertModel"
     );
     for (change, word) in [
         (json!({"hidden_act": "gelu"}), "hidden_act: \"gelu\""),
@@ -505,6 +505,83 @@ fn granite_multiplies() {
     );
     let others = decoder_of(&with(llama(), &numbers));
     assert_eq!((others.embedding_scale, others.logits_divisor), (1.0, 1.0), "nobody else does");
+}
+
+#[test]
+fn some_layers_pass_states_on() {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let open = |name: &str| read_value(&dir.join(name).join("config.json")).expect("JSON");
+    let qwen = |change: Value| with(open("tiny-qwen3.5"), &change);
+    let mixer = Mixer::DeltaRule { key_heads: 2, value_heads: 4, key_dim: 32, value_dim: 24, taps: 4 };
+    let config = decoder_of(&qwen(json!({})));
+    let layers = vec![true, true, true, false];
+    assert_eq!(config.recurrent, Some(Recurrent { mixer, layers: layers.clone() }));
+    assert_eq!((config.mixer_of(2), config.mixer_of(3)), (Some(mixer), None));
+    assert!(config.gates_attention && config.architecture.has_norms_less_one());
+    assert_eq!((config.rotary_dim, config.head_dim), (8, 32));
+    // As its class has it, where the file does not say it.
+    let keys = ["conv_kernel_dim", "key_head_dim", "num_key_heads", "num_value_heads", "value_head_dim"];
+    let mut without: serde_json::Map<String, Value> =
+        keys.iter().map(|key| (format!("linear_{key}"), Value::Null)).collect();
+    without.extend([("layer_types".to_owned(), Value::Null), ("rope_parameters".to_owned(), Value::Null)]);
+    let usual = decoder_of(&qwen(Value::Object(without)));
+    let mixer = Mixer::DeltaRule { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, taps: 4 };
+    assert_eq!((usual.recurrent, usual.rotary_dim), (Some(Recurrent { mixer, layers }), 8));
+    let every_second = qwen(json!({ "layer_types": null, "full_attention_interval": 2 }));
+    assert_eq!(decoder_of(&every_second).recurrent.map(|r| r.layers), Some(vec![true, false, true, false]));
+    assert_eq!(decoder_of(&qwen(json!({ "layer_types": null, "full_attention_interval": 1 }))).recurrent, None);
+    // The half that reads, and experts whose size alone the file says.
+    let half = json!({
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
+        "text_config": qwen(json!({
+            "architectures": null, "model_type": "qwen3_5_moe_text", "intermediate_size": null, "num_experts": 6,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80,
+        })),
+    });
+    let half = decoder_of(&half);
+    let shared = SharedExpert { intermediate_size: 80, is_weighed: true };
+    let experts = Experts {
+        n: 6,
+        chosen: 2,
+        intermediate_size: 48,
+        normalise: true,
+        layers: vec![true; 4],
+        shared: Some(shared),
+    };
+    assert_eq!((half.experts, half.architecture), (Some(experts), Architecture::Qwen35Moe));
+
+    let lfm2 = |change: Value| with(open("tiny-lfm2"), &change);
+    let config = decoder_of(&lfm2(json!({})));
+    let mixer = Mixer::Convolution { taps: 3, has_bias: false };
+    assert_eq!(config.recurrent, Some(Recurrent { mixer, layers: vec![true, false, true] }));
+    // Two thirds of 240, and then of other numbers, in sixteens.
+    let size = |change: Value| decoder_of(&lfm2(change)).intermediate_size;
+    assert_eq!([size(json!({})), size(json!({ "block_ffn_dim_multiplier": 1.3 }))], [160, 208]);
+    assert_eq!(size(json!({ "block_ff_dim": 100 })), 80);
+    assert_eq!(size(json!({ "block_auto_adjust_ff_dim": false })), 240);
+    let older = lfm2(json!({
+        "layer_types": null, "full_attn_idxs": [1], "tie_word_embeddings": true, "tie_embedding": false,
+    }));
+    let older = decoder_of(&older);
+    assert_eq!((older.recurrent, older.tie_word_embeddings), (config.recurrent, false));
+    assert_eq!(decoder_of(&lfm2(json!({ "layer_types": null, "full_attn_idxs": null }))).recurrent, None);
+
+    for (file, expected) in [
+        (qwen(json!({ "layer_types": ["linear_attention", "conv", "conv", "conv"] })), "layer_types: conv is not"),
+        (qwen(json!({ "layer_types": ["linear_attention"] })), "layer_types: 1 entries, expected 4, one a layer"),
+        (qwen(json!({ "linear_num_value_heads": 3 })), "linear_num_value_heads: 3, expected a multiple of"),
+        (qwen(json!({ "linear_key_head_dim": 256 })), "linear_key_head_dim: 256, expected"),
+        (qwen(json!({ "linear_conv_kernel_dim": 1 })), "linear_conv_kernel_dim: 1, expected"),
+        (lfm2(json!({ "layer_types": ["conv", "linear_attention", "conv"] })), "layer_types: linear_attention is not"),
+        (lfm2(json!({ "conv_L_cache": 17 })), "conv_L_cache: 17, expected"),
+        (lfm2(json!({ "block_ffn_dim_multiplier": 0.0 })), "intermediate_size: 240, expected 1 to"),
+    ] {
+        let error = parse(&file).unwrap_err();
+        assert!(error.contains(expected), "{error}");
+    }
+    // They have no states, and layers of such types do not change that.
+    assert_eq!(decoder_of(&llama()).recurrent, None);
+    assert!(parse(&with(llama(), &json!({ "layer_types": ["conv", "conv"] }))).is_err());
 }
 
 #[test]
