@@ -520,6 +520,7 @@ fn families_with_operators_of_their_own_make_the_cpus_tokens() {
         "tiny-olmo2",
         "tiny-qwen3.5",
         "tiny-lfm2",
+        "tiny-granite4-h",
     ] {
         let model = Model::load(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)).expect(name);
         let config = EngineConfig { max_context: Some(24), chunks: vec![4], ..EngineConfig::default() };

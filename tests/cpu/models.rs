@@ -88,7 +88,7 @@ fn divergence(expected: &[f32], found: &[f32]) -> f64 {
     p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum()
 }
 
-pub(super) const MODELS: [&str; 19] = [
+pub(super) const MODELS: [&str; 20] = [
     "tiny-qwen3",
     "tiny-llama",
     "tiny-qwen2",
@@ -108,10 +108,11 @@ pub(super) const MODELS: [&str; 19] = [
     "tiny-exaone4",
     RECURRENT[0],
     RECURRENT[1],
+    RECURRENT[2],
 ];
 
 /// Those whose layers pass states from row to row.
-pub(super) const RECURRENT: [&str; 2] = ["tiny-qwen3.5", "tiny-lfm2"];
+pub(super) const RECURRENT: [&str; 3] = ["tiny-qwen3.5", "tiny-lfm2", "tiny-granite4-h"];
 
 /// The others, which can take back what they have read.
 pub(super) fn attending() -> impl Iterator<Item = &'static str> {

@@ -128,8 +128,10 @@ def text_config(r, kind):
     if kind in GRANITES[2:]:
         c["shared_intermediate_size"] = r.choice([8, 31, 64, 130])
     if kind == "granitemoehybrid":
-        c |= {"layer_types": ["full_attention"] * layers, "position_embedding_type": r.choice(["rope", "rope", None])}
-        c |= {"mamba_n_heads": 2, "mamba_expand": 2} | r.choice([{}, {"num_local_experts": 0}])
+        kinds = r.choice([["full_attention"], ["full_attention", "linear_attention", "linear_attention"]])
+        c |= {"layer_types": [r.choice(kinds) for _ in range(layers)], "position_embedding_type": r.choice(["rope", "rope", None])}
+        c |= {"mamba_n_heads": 2, "mamba_expand": 2, "mamba_d_state": r.choice([4, 16, 33, 128])} | r.choice([{}, {"num_local_experts": 0}])
+        c |= {"mamba_d_conv": r.choice([2, 4]), "mamba_conv_bias": r.random() < 0.7, "mamba_proj_bias": r.random() < 0.3}
     if kind == "seed_oss":
         c |= {key: r.random() < 0.5 for key in ["attention_bias", "attention_out_bias", "mlp_bias"]}
     if kind == "ministral3":

@@ -7,7 +7,7 @@ use super::rows::{self, Row};
 use super::simd::{Body, Leaf, Level, Simd, activate, gated};
 use crate::io::Tensor;
 use crate::kernels::linear::Activation;
-use crate::kernels::{causal_conv, delta_rule};
+use crate::kernels::recurrence;
 use core::marker::PhantomData;
 
 /// See the macro kernel `causal_conv`.
@@ -123,10 +123,8 @@ impl<S: Simd> Leaf for Columns<'_, '_, S> {
     }
 }
 
-const _: () = assert!(causal_conv::MAX_TAPS as usize <= COLUMNS);
-
-/// See the macro kernel `delta_rule`.
-pub(crate) struct DeltaRule<'a> {
+/// See the macro kernel `recurrence`.
+pub(crate) struct Recurrence<'a> {
     pub(crate) rows: usize,
     /// Whether the state counts as zeros.
     pub(crate) is_first: bool,
@@ -135,6 +133,7 @@ pub(crate) struct DeltaRule<'a> {
     pub(crate) v: Tensor,
     /// a, b, a_log and dt_bias.
     pub(crate) gates: [Tensor; 4],
+    pub(crate) skip: Tensor,
     pub(crate) state: Tensor,
     pub(crate) y: Tensor,
     pub(crate) scratch: &'a mut Scratch,
@@ -146,13 +145,19 @@ const STATE_ROWS: usize = 32;
 /// A row of the pass, as all rows of a head's state want it.
 #[derive(Clone, Copy)]
 struct Found {
+    /// How much of the state stays.
     decay: f32,
-    beta: f32,
-    /// k' . q'.
+    /// What multiplies what is added.
+    by: f32,
+    /// k . q.
     both: f32,
+    /// How much of what is known at the key is taken from what is added.
+    of_known: f32,
+    /// How much of v is in y.
+    skip: f32,
 }
 
-impl Body for DeltaRule<'_> {
+impl Body for Recurrence<'_> {
     type Output = ();
     unsafe fn run<L: Level>(self) {
         let [heads, group, d_v, d_k] = [0, 1, 2, 3].map(|dim| self.state.extent(dim));
@@ -163,15 +168,16 @@ impl Body for DeltaRule<'_> {
         // Three words of a row are what is found of it.
         let [keys, queries, found] = self.scratch.areas([rows * d_k, rows * d_k, 3 * rows]);
         let [a, b, a_log, dt_bias] = &self.gates;
+        let corrects = b.is_present();
         for h in 0..heads {
             for r in 0..rows {
-                let unit = |from: &Tensor, to: *mut f32, by: f32| {
-                    let from = Row::of(from, [r, h, 0], d_k);
+                let copy = |from: &Tensor, to: *mut f32, by: f32| {
+                    let (from, by) = (Row::of(from, [r, h, 0], d_k), corrects.then_some(by));
                     // SAFETY: the level exists (caller); the area has a row of as many.
-                    unsafe { L::S::call(Unit::<L::S> { from, to: to.add(r * d_k), by, set: PhantomData }) };
+                    unsafe { L::S::call(Copied::<L::S> { from, to: to.add(r * d_k), by, set: PhantomData }) };
                 };
-                unit(&self.k, keys, 1.0);
-                unit(&self.q, queries, 1.0 / (d_k as f32).sqrt());
+                copy(&self.k, keys, 1.0);
+                copy(&self.q, queries, 1.0 / (d_k as f32).sqrt());
                 // SAFETY: both have just been written.
                 let both = unsafe {
                     let (key, query) = (keys.add(r * d_k), queries.add(r * d_k));
@@ -182,26 +188,27 @@ impl Body for DeltaRule<'_> {
             }
             for g in 0..group {
                 for r in 0..rows {
-                    let gates =
-                        delta_rule::gates(a.get([r, h, g]), b.get([r, h, g]), a_log.get([h, g]), dt_bias.get([h, g]));
+                    let b = corrects.then(|| b.get([r, h, g]));
+                    let gates = recurrence::gates(a.get([r, h, g]), b, a_log.get([h, g]), dt_bias.get([h, g]));
                     // SAFETY: inside the area.
                     unsafe { found.add(3 * r).cast::<[f32; 2]>().write(gates) };
                 }
+                let skip = if self.skip.is_present() { self.skip.get([h, g]) } else { 0.0 };
                 for first in (0..d_v).step_by(STATE_ROWS) {
                     let n = STATE_ROWS.min(d_v - first);
                     if self.is_first {
                         (first..first + n).for_each(|j| self.state.slice_mut([h, g, j, 0], d_k).fill(0.0));
                     }
+                    let mut state = [core::ptr::null_mut(); STATE_ROWS];
+                    for (j, row) in state[..n].iter_mut().enumerate() {
+                        *row = self.state.address([h, g, first + j, 0]).cast();
+                    }
                     for r in 0..rows {
                         // SAFETY: written above.
                         let found = unsafe {
-                            let [decay, beta, both] = found.add(3 * r).cast::<[f32; 3]>().read();
-                            Found { decay, beta, both }
+                            let [decay, by, both] = found.add(3 * r).cast::<[f32; 3]>().read();
+                            Found { decay, by, both, of_known: if corrects { decay } else { 0.0 }, skip }
                         };
-                        let mut state = [core::ptr::null_mut(); STATE_ROWS];
-                        for (j, row) in state[..n].iter_mut().enumerate() {
-                            *row = self.state.address([h, g, first + j, 0]).cast();
-                        }
                         // SAFETY: the level exists (caller); the rows are there, of f32, and this task's alone.
                         unsafe {
                             L::S::call(StateRows::<L::S> {
@@ -222,15 +229,15 @@ impl Body for DeltaRule<'_> {
     }
 }
 
-/// x / sqrt(x . x + [`delta_rule::NORM_EPS`]) * by.
-struct Unit<S> {
+/// x / sqrt(x . x + [`recurrence::NORM_EPS`]) * by; without `by`, x.
+struct Copied<S> {
     from: Row,
     to: *mut f32,
-    by: f32,
+    by: Option<f32>,
     set: PhantomData<S>,
 }
 
-impl<S: Simd> Leaf for Unit<S> {
+impl<S: Simd> Leaf for Copied<S> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
@@ -244,7 +251,8 @@ impl<S: Simd> Leaf for Unit<S> {
                 squares = S::fma(x, x, squares);
                 i += n;
             }
-            let scale = S::splat(self.by / (S::sum(squares) + delta_rule::NORM_EPS).sqrt());
+            let scale = self.by.map_or(1.0, |by| by / (S::sum(squares) + recurrence::NORM_EPS).sqrt());
+            let scale = S::splat(scale);
             i = 0;
             while i < len {
                 let n = S::LANES.min(len - i);
@@ -296,7 +304,7 @@ impl<S: Simd> Leaf for StateRows<'_, S> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-        let (len, Found { decay, beta, both }) = (self.state.len(), self.found);
+        let (len, Found { decay, by, both, of_known, skip }) = (self.state.len(), self.found);
         // Beyond the last row, whole vectors.
         let (mut v, mut y) = ([0f32; STATE_ROWS + 16], [0f32; STATE_ROWS + 16]);
         // SAFETY: inside the rows; the set exists (caller).
@@ -324,19 +332,18 @@ impl<S: Simd> Leaf for StateRows<'_, S> {
                     i += n;
                 }
                 let [known, asked, other_known, other_asked] = S::sum4(sums);
-                let corrections = [beta * (v[j] - decay * known), beta * (v[j + 1] - decay * other_known)];
-                y[j] = decay * asked + corrections[0] * both;
-                y[j + 1] = decay * other_asked + corrections[1] * both;
-                let by =
-                    [S::splat(corrections[0]), S::splat(if j + 1 < len { corrections[1] } else { corrections[0] })];
+                let added = [by * (v[j] - of_known * known), by * (v[j + 1] - of_known * other_known)];
+                y[j] = decay * asked + added[0] * both + skip * v[j];
+                y[j + 1] = decay * other_asked + added[1] * both + skip * v[j + 1];
+                let added = [S::splat(added[0]), S::splat(if j + 1 < len { added[1] } else { added[0] })];
                 let stays = S::splat(decay);
                 i = 0;
                 while i < self.d_k {
                     let n = S::LANES.min(self.d_k - i);
                     let key = rows::load::<S>(self.key.add(i), n);
                     let (one, other) = (rows::load::<S>(two[0].add(i), n), rows::load::<S>(two[1].add(i), n));
-                    rows::store::<S>(two[0].add(i), n, S::fma(key, by[0], S::mul(one, stays)));
-                    rows::store::<S>(two[1].add(i), n, S::fma(key, by[1], S::mul(other, stays)));
+                    rows::store::<S>(two[0].add(i), n, S::fma(key, added[0], S::mul(one, stays)));
+                    rows::store::<S>(two[1].add(i), n, S::fma(key, added[1], S::mul(other, stays)));
                     i += n;
                 }
                 j += 2;
@@ -368,9 +375,9 @@ impl Body for Gated {
         for (r, h) in (0..self.rows).flat_map(|r| (0..heads).map(move |h| (r, h))) {
             let [x, gate, y] = [&self.x, &self.gate, &self.y].map(|tensor| Row::of(tensor, [r, h, 0], d));
             let w = self.w.is_present().then(|| Row::of(&self.w, [0], d));
-            let (eps, is_silu) = (self.params.eps, self.params.is_silu == 1);
+            let params = self.params;
             // SAFETY: the level exists (caller); the rows have one length.
-            unsafe { L::S::call(GatedRow::<L::S> { x, w, gate, y, eps, is_silu, set: PhantomData }) };
+            unsafe { L::S::call(GatedRow::<L::S> { x, w, gate, y, params, set: PhantomData }) };
         }
     }
 }
@@ -380,9 +387,20 @@ struct GatedRow<S> {
     w: Option<Row>,
     gate: Row,
     y: Row,
-    eps: f32,
-    is_silu: bool,
+    params: crate::kernels::gated::Params,
     set: PhantomData<S>,
+}
+
+impl<S: Simd> GatedRow<S> {
+    /// f of the gate's elements.
+    #[inline(always)]
+    unsafe fn opened(&self, i: usize, n: usize) -> S::F {
+        // SAFETY: the caller's promises are the same.
+        unsafe {
+            let gate = self.gate.load::<S>(i, n);
+            gated::<S>(if self.params.is_silu == 1 { gate } else { S::splat(1.0) }, gate)
+        }
+    }
 }
 
 impl<S: Simd> Leaf for GatedRow<S> {
@@ -393,22 +411,24 @@ impl<S: Simd> Leaf for GatedRow<S> {
         // SAFETY: inside the rows; the set exists (caller).
         unsafe {
             let (mut squares, mut i) = (S::splat(0.0), 0);
-            while i < len {
+            while self.w.is_some() && i < len {
                 let n = S::LANES.min(len - i);
-                let x = self.x.load::<S>(i, n);
+                let mut x = self.x.load::<S>(i, n);
+                if self.params.gates_first == 1 {
+                    x = S::mul(x, self.opened(i, n));
+                }
                 squares = S::fma(x, x, squares);
                 i += n;
             }
-            let scale = S::splat(1.0 / (S::sum(squares) / len as f32 + self.eps).sqrt());
+            let scale = S::splat(1.0 / (S::sum(squares) / len as f32 + self.params.eps).sqrt());
             i = 0;
             while i < len {
                 let n = S::LANES.min(len - i);
-                let (mut x, gate) = (self.x.load::<S>(i, n), self.gate.load::<S>(i, n));
+                let mut x = S::mul(self.x.load::<S>(i, n), self.opened(i, n));
                 if let Some(w) = self.w {
                     x = S::mul(S::mul(x, scale), w.load::<S>(i, n));
                 }
-                let opened = gated::<S>(if self.is_silu { gate } else { S::splat(1.0) }, gate);
-                self.y.store::<S>(i, n, S::mul(x, opened));
+                self.y.store::<S>(i, n, x);
                 i += n;
             }
         }

@@ -751,7 +751,7 @@ judged! {
     routed_linear: 24,
     routed_linear_in_shares: 6,
     causal_conv: 40,
-    delta_rule: 40,
+    recurrence: 40,
     gated: 40,
 }
 
@@ -762,7 +762,7 @@ fn some_first(random: &mut Random) -> u32 {
 
 fn causal_conv(random: &mut Random, round: usize) {
     let rows = [1, random.one_to(7)][round % 2];
-    let (n, taps) = (random.one_to(200), 1 + random.one_to(4));
+    let (n, taps) = (random.one_to(200), 1 + random.one_to([4, causal_conv::MAX_TAPS - 1][round / 2 % 2]));
     let mut case = Case::new::<CausalConv>(causal_conv::Params { activation: random.below(5) });
     for extent in [[rows, n], [n, taps]] {
         let dtype = random.dtype();
@@ -779,32 +779,35 @@ fn causal_conv(random: &mut Random, round: usize) {
     case.judge("causal_conv");
 }
 
-fn delta_rule(random: &mut Random, round: usize) {
+fn recurrence(random: &mut Random, round: usize) {
     let rows = [1, random.one_to(9), 130 + random.below(9)][[0, 1, 0, 2][round % 4]];
     let (heads, group) = (random.one_to(2), random.one_to(2));
     // Every third time a head as models have them, in part.
     let (d_k, d_v) = if round.is_multiple_of(3) { (128, 16) } else { (random.one_to(128), random.one_to(70)) };
-    let mut case = Case::new::<DeltaRule>(delta_rule::Params {});
+    let mut case = Case::new::<Recurrence>(recurrence::Params {});
     let dtype = random.dtype();
     case.floats(random, dtype, &[rows, heads, d_k]);
     case.floats(random, dtype, &[rows, heads, d_k]);
     case.floats(random, dtype, &[rows, heads, group, d_v]);
     case.floats(random, DType::F32, &[rows, heads, group]);
-    case.floats(random, DType::F32, &[rows, heads, group]);
+    case.maybe(random, &[rows, heads, group]);
     case.floats(random, dtype, &[heads, group]);
-    case.push(random, dtype, &[heads, group], |random| 4.0 * random.float());
+    case.push(random, dtype, &[heads, group], |random| 15.0 * random.float());
     case.floats(random, DType::F32, &[heads, group, d_v, d_k]);
     let dtype = random.dtype();
     case.push(random, dtype, &[rows, heads, group, d_v], |_| 7.0);
+    case.maybe(random, &[heads, group]);
     case.step.first_pos = some_first(random);
     case.step.rows = random.below(rows + 1);
-    case.judge("delta_rule");
+    case.judge("recurrence");
 }
 
 fn gated(random: &mut Random, round: usize) {
     let rows = [1, random.one_to(5)][round % 2];
-    let (heads, d) = (random.one_to(4), random.one_to([40, 300][round / 2 % 2]));
-    let mut case = Case::new::<Gated>(gated::Params { eps: 1e-5, is_silu: random.below(2) });
+    // Every fourth time a head alone, longer than the block.
+    let (heads, d) = if round % 4 == 0 { (1, random.one_to(1000)) } else { (random.one_to(4), random.one_to(300)) };
+    let params = gated::Params { eps: 1e-5, is_silu: random.below(2), gates_first: random.below(2) };
+    let mut case = Case::new::<Gated>(params);
     let dtype = random.dtype();
     case.floats(random, dtype, &[rows, heads, d]);
     case.maybe(random, &[d]);

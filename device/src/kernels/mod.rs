@@ -449,7 +449,7 @@ kernels! {
     19 => routed_linear::RoutedLinear,
     20 => slot_sum::SlotSum,
     21 => causal_conv::CausalConv,
-    22 => delta_rule::DeltaRule,
+    22 => recurrence::Recurrence,
     23 => gated::Gated,
 }
 

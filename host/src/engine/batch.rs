@@ -340,17 +340,16 @@ impl<'a> BatchGeneration<'a> {
         }
         let text = Text::of(self.model, &asked.stop_strings)?;
         let part = self.context + 1;
+        let whole = self.model.config().passes_states();
         let mut best = None;
         for (at, slot) in self.slots.iter().enumerate().filter(|(_, slot)| slot.followed.is_none()) {
             // The last token is read in any case: of it the first new one is made.
             let kept = if asked.reuse_prefix { slot.cached } else { 0 };
-            let whole = self.model.config().passes_states();
             let position =
                 reusable(kept, &prompt[..prompt.len() - 1], whole, |i| self.run.resident.token(at * part + i));
             // Of those with as much of it, the one that loses least to it.
-            let lost = if asked.reuse_prefix { slot.cached } else { 0 };
-            if best.is_none_or(|(_, most, least)| (position, least) > (most, lost)) {
-                best = Some((at, position, lost));
+            if best.is_none_or(|(_, most, least)| (position, least) > (most, kept)) {
+                best = Some((at, position, kept));
             }
         }
         let Some((at, position, _)) = best else { return Err(EngineError::Full { sequences: self.slots.len() }) };

@@ -19,8 +19,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Of `kept` tokens that a cache has, how many `prompt` begins with: what need not be read again. A cache of which `whole` is so has nothing but what is
-/// after the last of them.
+/// Of `kept` tokens that a cache has, how many `prompt` begins with: what need not be read again. With `whole`, the cache has nothing but what is so after
+/// the last of them.
 pub(super) fn reusable(kept: usize, prompt: &[u32], whole: bool, token: impl Fn(usize) -> u32) -> usize {
     let alike = (0..kept.min(prompt.len())).take_while(|at| token(*at) == prompt[*at]).count();
     if whole && alike < kept { 0 } else { alike }

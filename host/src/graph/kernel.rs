@@ -21,7 +21,7 @@ use std::fmt;
 
 mod recurrent;
 
-pub use recurrent::{ConvArgs, DeltaArgs, Gate};
+pub use recurrent::{ConvArgs, Gate, GateNorm, RecurrenceArgs};
 
 /// An axis along which an operator's work can be cut.
 #[derive(Clone, Debug, PartialEq, Eq)]

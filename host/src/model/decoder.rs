@@ -4,7 +4,8 @@
 //! `group` = heads / kv_heads, `head_dim`, `context` (positions of the KV cache), `vocab`.
 
 use super::config::{
-    Activation as ConfigActivation, Architecture, DecoderConfig, Experts, Mixer, Norms, QkNorm, Rope, SharedExpert,
+    Activation as ConfigActivation, Architecture, DecoderConfig, DeltaRule, Experts, Mixer, Norms, QkNorm, Rope,
+    SharedExpert, StateSpace,
 };
 use super::embedding;
 use super::error::ModelError;
@@ -14,7 +15,7 @@ use super::quantize::Quantized;
 use super::sentence::SentenceConfig;
 use super::weights::Weights;
 use crate::graph::kernel::{
-    ConvArgs, DeltaArgs, EmbeddingArgs, ExpertArgs, Gate, GraphError, KernelGraph, Mask, Pass, RopeArgs,
+    ConvArgs, EmbeddingArgs, ExpertArgs, Gate, GateNorm, GraphError, KernelGraph, Mask, Pass, RecurrenceArgs, RopeArgs,
 };
 use crate::graph::tensor::TensorId;
 use perpetua_device::kernels::linear::Activation;
@@ -376,22 +377,56 @@ impl<'a> Decoder<'a> {
         }
         let heads = self.graph.reshape(attended, &[rows, n_heads, head_dim])?;
         let gates = self.graph.view(p.q, head_dim, &[rows, n_heads, head_dim], &[n_heads * taken, taken, 1])?;
-        Ok(self.graph.gated(&format!("{prefix}.gate"), heads, None, gates, Gate::Sigmoid)?)
+        Ok(self.graph.gated(&format!("{prefix}.gate"), heads, gates, Gate::Sigmoid, GateNorm::None)?)
     }
 
     /// x + what `mixer`, which layer `layer` has in the place of attention, makes of h.
     pub fn mix(&mut self, layer: usize, mixer: Mixer, h: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
         match mixer {
-            Mixer::DeltaRule { .. } => self.delta_rule(layer, mixer, h, x),
+            Mixer::DeltaRule(of) => self.delta_rule(layer, of, h, x),
+            Mixer::StateSpace(of) => self.state_space(layer, of, h, x),
             Mixer::Convolution { taps, has_bias } => self.convolution(layer, taps, has_bias, h, x),
         }
     }
 
-    /// x + (norm(delta rule(silu(convolution(h . qkv^T)))) * silu(h . z^T)) . out^T.
-    fn delta_rule(&mut self, layer: usize, mixer: Mixer, h: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
-        let Mixer::DeltaRule { key_heads, value_heads, key_dim, value_dim, taps } = mixer else {
-            unreachable!("the mixer is one")
+    /// x + norm(state space(silu(convolution(h . in^T))) * silu(gate)) . out^T, where gate, too, is a part of h . in^T.
+    fn state_space(&mut self, layer: usize, of: StateSpace, h: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
+        let StateSpace { heads, head_dim, state_dim, taps, conv_bias, linear_bias } = of;
+        let rows = self.graph.rows.unwrap_or(1) as usize;
+        let DecoderConfig { hidden_size, rms_norm_eps, .. } = *self.config;
+        let inner = heads * head_dim;
+        let mixed = inner + 2 * state_dim;
+        let all = inner + mixed + heads;
+        let of_layer = |name: &str| format!("model.layers.{layer}.mamba.{name}");
+        // The gate, what is convolved, and how far each head's time goes on.
+        let parts = self.linear(&of_layer("in_proj"), h, [all, hidden_size], linear_bias, None)?;
+        let gate = self.graph.view(parts, 0, &[rows, 1, inner], &[all, inner, 1])?;
+        let u = self.graph.view(parts, inner, &[rows, mixed], &[all, 1])?;
+        let a = self.graph.view(parts, inner + mixed, &[rows, 1, heads], &[all, heads, 1])?;
+        let w = self.filters(&of_layer("conv1d"), mixed, taps)?;
+        let bias = if conv_bias { Some(self.weight(&of_layer("conv1d.bias"), &[mixed])?) } else { None };
+        let args = ConvArgs { x: u, w, bias, gate: None, scale: None, activation: self.activation() };
+        let made = self.graph.causal_conv(&of_layer("conv1d"), args, &of_layer("conv_state"))?;
+        let v = self.graph.view(made, 0, &[rows, 1, heads, head_dim], &[mixed, inner, head_dim, 1])?;
+        let mut of_state = |first: usize| self.graph.view(made, first, &[rows, 1, state_dim], &[mixed, state_dim, 1]);
+        let (k, q) = (of_state(inner)?, of_state(inner + state_dim)?);
+        let mut of_heads = |name: &str| -> Result<TensorId, BuildError> {
+            let weights = self.weight(&of_layer(name), &[heads])?;
+            Ok(self.graph.reshape(weights, &[1, heads])?)
         };
+        let (a_log, dt_bias, skip) = (of_heads("A_log")?, of_heads("dt_bias")?, Some(of_heads("D")?));
+        let args = RecurrenceArgs { q, k, v, a, b: None, a_log, dt_bias, skip };
+        let made = self.graph.recurrence(&of_layer("state_space"), args, &of_layer("state"))?;
+        let made = self.graph.reshape(made, &[rows, 1, inner])?;
+        let w = self.factors(&of_layer("norm"), inner)?;
+        let norm = GateNorm::OfGated { w, eps: rms_norm_eps as f32 };
+        let gated = self.graph.gated(&of_layer("gate"), made, gate, Gate::Silu, norm)?;
+        self.linear(&of_layer("out_proj"), gated, [hidden_size, inner], linear_bias, Some(x))
+    }
+
+    /// x + (norm(delta rule(silu(convolution(h . qkv^T)))) * silu(h . z^T)) . out^T.
+    fn delta_rule(&mut self, layer: usize, of: DeltaRule, h: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
+        let DeltaRule { key_heads, value_heads, key_dim, value_dim, taps } = of;
         let (rows, group) = (self.graph.rows.unwrap_or(1) as usize, value_heads / key_heads);
         let DecoderConfig { hidden_size, rms_norm_eps, .. } = *self.config;
         let (keys, values) = (key_heads * key_dim, value_heads * value_dim);
@@ -416,15 +451,15 @@ impl<'a> Decoder<'a> {
             Ok(self.graph.reshape(weights, &[key_heads, group])?)
         };
         let (a_log, dt_bias) = (of_heads("A_log")?, of_heads("dt_bias")?);
-        let args = DeltaArgs { q, k, v, a, b, a_log, dt_bias };
-        let made = self.graph.delta_rule(&of_layer("delta_rule"), args, &of_layer("recurrent_state"))?;
+        let args = RecurrenceArgs { q, k, v, a, b: Some(b), a_log, dt_bias, skip: None };
+        let made = self.graph.recurrence(&of_layer("delta_rule"), args, &of_layer("recurrent_state"))?;
         let (heads, gates) = {
             let shape = [rows, value_heads, value_dim];
             (self.graph.reshape(made, &shape)?, self.graph.reshape(z, &shape)?)
         };
         let norm = self.factors(&format!("model.layers.{layer}.{DELTA_NORM}"), value_dim)?;
-        let norm = Some((norm, rms_norm_eps as f32));
-        let gated = self.graph.gated(&of_layer("gate"), heads, norm, gates, Gate::Silu)?;
+        let norm = GateNorm::OfX { w: norm, eps: rms_norm_eps as f32 };
+        let gated = self.graph.gated(&of_layer("gate"), heads, gates, Gate::Silu, norm)?;
         self.linear(&of_layer("out_proj"), gated, [hidden_size, values], false, Some(x))
     }
 

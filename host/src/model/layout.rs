@@ -5,7 +5,8 @@
 use std::collections::HashMap;
 
 use super::config::{
-    Architecture, BertConfig, DecoderConfig, Experts, Mixer, ModelConfig, ModernBertConfig, Norms, QkNorm, SharedExpert,
+    Architecture, BertConfig, DecoderConfig, DeltaRule, Experts, Mixer, ModelConfig, ModernBertConfig, Norms, QkNorm,
+    SharedExpert, StateSpace,
 };
 
 /// What a tensor is used for.
@@ -395,7 +396,7 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
 /// The tensors of a layer's mixer, in a layer of `hidden` elements.
 fn mixer_tensors(mixer: Mixer, hidden: usize) -> Vec<(&'static str, Vec<usize>, Role)> {
     match mixer {
-        Mixer::DeltaRule { key_heads, value_heads, key_dim, value_dim, taps } => {
+        Mixer::DeltaRule(DeltaRule { key_heads, value_heads, key_dim, value_dim, taps }) => {
             let values = value_heads * value_dim;
             let mixed = 2 * key_heads * key_dim + values;
             vec![
@@ -409,6 +410,28 @@ fn mixer_tensors(mixer: Mixer, hidden: usize) -> Vec<(&'static str, Vec<usize>, 
                 ("linear_attn.norm.weight", vec![value_dim], Role::Norm),
                 ("linear_attn.out_proj.weight", vec![hidden, values], Role::Linear),
             ]
+        }
+        Mixer::StateSpace(StateSpace { heads, head_dim, state_dim, taps, conv_bias, linear_bias }) => {
+            let inner = heads * head_dim;
+            let mixed = inner + 2 * state_dim;
+            let all = inner + mixed + heads;
+            let mut tensors = vec![
+                ("mamba.in_proj.weight", vec![all, hidden], Role::Linear),
+                ("mamba.conv1d.weight", vec![mixed, 1, taps], Role::Filter),
+                ("mamba.A_log", vec![heads], Role::Decay),
+                ("mamba.dt_bias", vec![heads], Role::Bias),
+                ("mamba.D", vec![heads], Role::Bias),
+                ("mamba.norm.weight", vec![inner], Role::Norm),
+                ("mamba.out_proj.weight", vec![hidden, inner], Role::Linear),
+            ];
+            if conv_bias {
+                tensors.push(("mamba.conv1d.bias", vec![mixed], Role::Bias));
+            }
+            if linear_bias {
+                tensors.push(("mamba.in_proj.bias", vec![all], Role::Bias));
+                tensors.push(("mamba.out_proj.bias", vec![hidden], Role::Bias));
+            }
+            tensors
         }
         Mixer::Convolution { taps, has_bias } => {
             let mut tensors = vec![

@@ -6,7 +6,7 @@
 //! - Qwen2 and Qwen2.5, and Seed-OSS: biases on q, k and v. Qwen2 MoE: experts, and an MLP that all rows go to, by a weight of its own.
 //! - Granite, with one MLP a layer or with experts: its numbers are in the configuration's (what scores and embeddings are multiplied with, the
 //!   norms' epsilon), and in the factors of the last norm. Checkpoints have all experts' matrices in one tensor, taken apart when it is opened.
-//!   Beside experts, or alone, there may be an MLP that all rows go to.
+//!   Beside experts, or alone, there may be an MLP that all rows go to; and state spaces in the place of attention.
 //! - OLMoE: all queries of a row are normalised together, and all keys; experts.
 //! - Qwen3.5 and LFM2: most layers have linear attention, or a short convolution, in the place of attention.
 //! - Phi 3 and 4: their checkpoints have q, k and v as one matrix, and gate and up; of a head a part of the elements may be turned.

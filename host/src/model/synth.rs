@@ -65,7 +65,7 @@ pub struct SynthSummary {
 }
 
 /// Names of all presets, those of encoders last.
-pub const PRESETS: [&str; 72] = [
+pub const PRESETS: [&str; 74] = [
     "qwen3-110m",
     "qwen3-0.6b",
     "qwen3-1.7b",
@@ -92,6 +92,7 @@ pub const PRESETS: [&str; 72] = [
     "granite-3.3-2b",
     "granite-3.1-1b-a400m",
     "granite-4.0-micro",
+    "granite-4.0-h-micro",
     "seed-oss-36b",
     "olmoe-1b-7b",
     "phi-3-mini",
@@ -120,6 +121,7 @@ pub const PRESETS: [&str; 72] = [
     "tiny-granitemoe",
     "tiny-granitemoeshared",
     "tiny-granite4",
+    "tiny-granite4-h",
     "tiny-seed-oss",
     "tiny-olmoe",
     "tiny-phi3",
@@ -169,7 +171,7 @@ struct Sizes {
     window: Option<(usize, usize)>,
     /// Scores are divided by the root of this, where that is not what all of the family do.
     query_scalar: Option<usize>,
-    /// Heads of values, where layers have linear attention.
+    /// Heads of values, where layers have linear attention, or of a state space.
     values: Option<usize>,
     /// It stands for a family in tests: where that has layers of several kinds, its few are of all kinds.
     is_tiny: bool,
@@ -261,6 +263,8 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
             .with_experts(32, 8, 512)),
         ("granite-4.0-micro", GraniteMoeHybrid, sizes(100_352, 2560, 8192, 40, (40, 8), 64, true, 131_072, 1e7, None)
             .with_shared(8192)),
+        ("granite-4.0-h-micro", GraniteMoeHybrid, sizes(100_352, 2048, 8192, 40, (32, 8), 64, true, 131_072, 1e4, None)
+            .with_shared(8192).with_values(64)),
         ("seed-oss-36b",      SeedOss, sizes(155_136,     5120, 27648, 64, (80, 8), 128, false, 524_288, 1e7, None)),
         ("olmoe-1b-7b",       Olmoe,   sizes(50_304,      2048, 1024,  16, (16, 16), 128, false,  4_096, 1e4, None)
             .with_experts(64, 8, 1024)),
@@ -305,6 +309,8 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
             .with_experts(8, 3, 80).with_shared(48)),
         ("tiny-granite4",     GraniteMoeHybrid, sizes(1024, 96,  208,   2, (6, 2),   16, true,    4_096, 1e4, None)
             .with_shared(208)),
+        ("tiny-granite4-h",   GraniteMoeHybrid, sizes(1024, 96, 208,    3, (6, 2),   16, true,    4_096, 1e4, None)
+            .with_shared(208).with_values(6)),
         ("tiny-seed-oss",     SeedOss, sizes(1024,         96,  208,    2, (4, 2),   32, false,   4_096, 1e4, None)),
         ("tiny-olmoe",        Olmoe,   sizes(1024,         96,   80,    2, (4, 2),   24, false,   4_096, 1e4, None)
             .with_experts(8, 3, 80)),
@@ -533,9 +539,25 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
                 map.insert("mlp_bias".into(), false.into());
             }
             if architecture == Architecture::GraniteMoeHybrid {
-                map.insert("layer_types".into(), json!(vec!["attention"; s.layers]));
+                let attends = |layer: usize| match (s.values, s.is_tiny) {
+                    (None, _) => true,
+                    (Some(_), true) => layer == 1,
+                    (Some(_), false) => layer % 10 == 5,
+                };
+                let kind = |layer: usize| if attends(layer) { "attention" } else { "mamba" };
+                map.insert("layer_types".into(), (0..s.layers).map(kind).collect());
                 map.insert("num_local_experts".into(), 0.into());
-                map.insert("position_embedding_type".into(), "rope".into());
+                // Where the other layers know the order, these need not.
+                let positions = if s.values.is_some() { "nope" } else { "rope" };
+                map.insert("position_embedding_type".into(), positions.into());
+                if let Some(heads) = s.values {
+                    map.insert("mamba_d_conv".into(), 4.into());
+                    map.insert("mamba_d_head".into(), (2 * s.hidden / heads).into());
+                    map.insert("mamba_d_state".into(), if s.is_tiny { 24 } else { 128 }.into());
+                    map.insert("mamba_expand".into(), 2.into());
+                    map.insert("mamba_n_groups".into(), 1.into());
+                    map.insert("mamba_n_heads".into(), heads.into());
+                }
             }
             map.insert("attention_multiplier".into(), (1.0 / s.head_dim as f64).into());
             map.insert("embedding_multiplier".into(), 12.0.into());

@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::kernels::causal_conv::{self, CausalConv};
-use crate::kernels::delta_rule::{self, DeltaRule};
 use crate::kernels::gated::{self, Gated};
+use crate::kernels::recurrence::{self, Recurrence};
 
 /// Compares operand `i` of both runs: relative to its size and to 1, both within `tolerance` and a unit of its dtype.
 fn compare(isa: Isa, results: &[Vec<Memory>; 2], i: usize, tolerance: f32) -> Result<(), TestCaseError> {
@@ -69,7 +69,7 @@ fn conv_io(sizes: [usize; 3], dtypes: [DType; 2], given: [bool; 3], gap: usize, 
     ]
 }
 
-fn delta_io(sizes: [usize; 5], dtypes: [DType; 2], seed: u64) -> Vec<Memory> {
+fn recurrence_io(sizes: [usize; 5], dtypes: [DType; 2], [corrects, skips]: [bool; 2], seed: u64) -> Vec<Memory> {
     let ([rows, heads, group, d_k, d_v], [xd, yd]) = (sizes, dtypes);
     let new = |dtype, extents: &[usize], s: u64| Memory::new(dtype, extents, 0, 1, |i| noise(seed ^ s, i));
     vec![
@@ -77,11 +77,12 @@ fn delta_io(sizes: [usize; 5], dtypes: [DType; 2], seed: u64) -> Vec<Memory> {
         new(xd, &[rows, heads, d_k], 1),
         new(xd, &[rows, heads, group, d_v], 2),
         new(DType::F32, &[rows, heads, group], 3),
-        new(DType::F32, &[rows, heads, group], 4),
+        if corrects { new(DType::F32, &[rows, heads, group], 4) } else { Memory::absent() },
         new(DType::Bf16, &[heads, group], 5),
         Memory::new(DType::F32, &[heads, group], 0, 1, |i| 30.0 * noise(seed ^ 6, i)),
         new(DType::F32, &[heads, group, d_v, d_k], 7),
         Memory::new(yd, &[rows, heads, group, d_v], 0, 1, |_| 7.0),
+        if skips { new(DType::Bf16, &[heads, group], 8) } else { Memory::absent() },
     ]
 }
 
@@ -103,19 +104,19 @@ proptest! {
     #[test]
     fn delta_rule_agrees_with_its_reference(
         isa in isas(), xd in dtypes(), yd in dtypes(), rows in 0usize..7, heads in 1usize..3, group in 1usize..3,
-        d_k in 1usize..129, d_v in 1usize..70, first in 0u32..2, seed in any::<u64>(),
+        d_k in 1usize..129, d_v in 1usize..70, given in any::<[bool; 2]>(), first in 0u32..2, seed in any::<u64>(),
     ) {
         let (d_k, d_v) = (below(d_k, d_k % 20 + 1), below(d_v, d_v % 9 + 1));
-        let io = delta_io([rows, heads, group, d_k, d_v], [xd, yd], seed);
-        let results = both::<DeltaRule>(isa, &delta_rule::Params {}, &io, step(first, rows as u32), 0);
-        compare(isa, &results, delta_rule::slot::Y, 2e-5)?;
-        compare(isa, &results, delta_rule::slot::STATE, 2e-5)?;
+        let io = recurrence_io([rows, heads, group, d_k, d_v], [xd, yd], given, seed);
+        let results = both::<Recurrence>(isa, &recurrence::Params {}, &io, step(first, rows as u32), 0);
+        compare(isa, &results, recurrence::slot::Y, 2e-5)?;
+        compare(isa, &results, recurrence::slot::STATE, 2e-5)?;
     }
 
     #[test]
     fn gated_agrees_with_its_reference(
         isa in isas(), xd in dtypes(), yd in dtypes(), rows in 0usize..4, heads in 1usize..4, d in 1usize..150,
-        is_normed: bool, is_silu in 0u32..2, gap in 0usize..3, seed in any::<u64>(),
+        is_normed: bool, is_silu in 0u32..2, gates_first in 0u32..2, gap in 0usize..3, seed in any::<u64>(),
     ) {
         let io = [
             Memory::new(xd, &[rows, heads, d], gap, 1, |i| noise(seed, i)),
@@ -123,7 +124,7 @@ proptest! {
             Memory::new(xd, &[rows, heads, d], gap, 1, |i| 20.0 * noise(seed ^ 2, i)),
             Memory::new(yd, &[rows, heads, d], gap, 1, |_| 7.0),
         ];
-        let results = both::<Gated>(isa, &gated::Params { eps: 1e-6, is_silu }, &io, step(0, rows as u32), 0);
+        let results = both::<Gated>(isa, &gated::Params { eps: 1e-6, is_silu, gates_first }, &io, step(0, rows as u32), 0);
         compare(isa, &results, gated::slot::Y, 2e-5)?;
     }
 
@@ -144,12 +145,12 @@ proptest! {
         };
         let [whole, made] = bits(&in_turn::<CausalConv>(isa, &causal_conv::Params { activation: 2 }, &io, &of_rows, rows));
         prop_assert_eq!(whole, made, "a convolution, {}", isa.name());
-        let io = delta_io([rows, 1, 2, d_k, d_v], [DType::F32; 2], seed);
+        let io = recurrence_io([rows, 1, 2, d_k, d_v], [DType::F32; 2], [given[0], given[1]], seed);
         let of_rows = {
-            use delta_rule::slot::{A, B, K, Q, V, Y};
+            use recurrence::slot::{A, B, K, Q, V, Y};
             [Q, K, V, A, B, Y]
         };
-        let [whole, made] = bits(&in_turn::<DeltaRule>(isa, &delta_rule::Params {}, &io, &of_rows, rows));
-        prop_assert_eq!(whole, made, "a delta rule, {}", isa.name());
+        let [whole, made] = bits(&in_turn::<Recurrence>(isa, &recurrence::Params {}, &io, &of_rows, rows));
+        prop_assert_eq!(whole, made, "a recurrence, {}", isa.name());
     }
 }

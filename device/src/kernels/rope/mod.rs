@@ -293,8 +293,7 @@ pub(super) unsafe fn append_value(call: &gpu::Call<'_>, r: u32, h: u32, pos: u32
 /// Every thread of the block makes this same call; the operands are [`Rope`]'s, the cache has the rows' positions, and nobody else touches
 /// these.
 unsafe fn turn_all(p: &Params, call: &gpu::Call<'_>, block: &Block) {
-    // SAFETY: the caller's promises. A warp owns a head: all its lanes have read it (the sum's shuffles say so) before
-    // one of them writes, and a pair is read and written by one lane.
+    // SAFETY: the caller's promises. A warp owns a head, of which all its lanes have read what one of them is about to write: see `Turn::head`.
     unsafe {
         // Found here, not kept over all the other kernels of a worker.
         let block = &Block { thread: memory::opaque_word(block.thread), ..*block };

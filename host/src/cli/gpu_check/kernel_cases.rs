@@ -13,13 +13,13 @@ use perpetua_device::kernels::elementwise::Function;
 use perpetua_device::kernels::linear::Activation;
 use perpetua_device::kernels::routing::Weighting;
 use perpetua_device::kernels::{
-    Attention, CausalConv, DeltaRule, ExpertRoutes, ExpertsDown, ExpertsUp, Gated, GatedLinear, Linear, MacroKernel,
-    Numbered, RoutedLinear, SPECS, Spec, Use, linear,
+    Attention, CausalConv, ExpertRoutes, ExpertsDown, ExpertsUp, Gated, GatedLinear, Linear, MacroKernel, Numbered,
+    Recurrence, RoutedLinear, SPECS, Spec, Use, linear,
 };
 use perpetua_shared::DType;
 
 /// The networks' sizes and weights: presets of `synth`.
-pub(super) const PRESETS: [&str; 12] = [
+pub(super) const PRESETS: [&str; 13] = [
     "tiny-qwen3",
     "tiny-qwen2",
     "tiny-llama",
@@ -27,6 +27,7 @@ pub(super) const PRESETS: [&str; 12] = [
     "tiny-gemma3",
     "tiny-qwen3.5",
     "tiny-lfm2",
+    "tiny-granite4-h",
     "tiny-long",
     "tiny-large",
     "tiny-longest",
@@ -302,7 +303,7 @@ fn stays_when_fused(table: &TensorTable, ops: &[Operator], op: &Operator, tensor
         slots.any(|(slot, t)| slot.usage == Use::Update && same(t))
     };
     let stays =
-        [Linear::TASK_TYPE, GatedLinear::TASK_TYPE, CausalConv::TASK_TYPE, DeltaRule::TASK_TYPE, Gated::TASK_TYPE];
+        [Linear::TASK_TYPE, GatedLinear::TASK_TYPE, CausalConv::TASK_TYPE, Recurrence::TASK_TYPE, Gated::TASK_TYPE];
     stays.contains(&op.kernel.task_type) && !ops.iter().any(is_turned)
 }
 

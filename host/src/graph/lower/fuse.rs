@@ -10,6 +10,7 @@
 
 use super::*;
 use crate::graph::kernel::GraphError;
+use crate::graph::tensor::DTensor;
 use perpetua_device::kernels::{
     DecodeAttention, ExpertsUp, GatedLinear, Linear, MAX_NORMED, RmsNorm, Rope, SelectRow, decode_attention,
     experts_up, gated_linear, linear, rms_norm, rope, routing,
@@ -122,6 +123,22 @@ impl<'a> Ops<'a> {
     }
 }
 
+/// Where in every stretch of `apart` elements those of `tensor` lie, the first and the last, if that is the same in each.
+fn within(tensor: &DTensor, apart: usize) -> Option<[usize; 2]> {
+    let inner = tensor.shape.iter().zip(&tensor.strides).filter(|(_, stride)| !stride.is_multiple_of(apart));
+    let first = tensor.offset_elems % apart;
+    let last = first + inner.map(|(n, stride)| n.saturating_sub(1) * stride).sum::<usize>();
+    (last < apart).then_some([first, last])
+}
+
+/// Whether `a` and `b`, of one buffer, take turns in it, as queries do with their gates: then they have no byte in common.
+fn alternate(a: &DTensor, b: &DTensor) -> bool {
+    a.strides.iter().filter(|apart| **apart > 1).any(|apart| match (within(a, *apart), within(b, *apart)) {
+        (Some([first, last]), Some([from, to])) => last < from || to < first,
+        _ => false,
+    })
+}
+
 /// Whether `op` reads or writes the bytes of `tensor`, or some between them, other than through `except`.
 fn touches(graph: &KernelGraph, op: &Operator, tensor: TensorId, except: Option<usize>) -> bool {
     let span = |t: TensorId| {
@@ -132,7 +149,7 @@ fn touches(graph: &KernelGraph, op: &Operator, tensor: TensorId, except: Option<
     let (buffer, first, last) = span(tensor);
     let meets = |t: TensorId| {
         let (other, from, to) = span(t);
-        other == buffer && from <= last && first <= to
+        other == buffer && from <= last && first <= to && !alternate(&graph.table[tensor], &graph.table[t])
     };
     op.slots.iter().enumerate().any(|(slot, t)| Some(slot) != except && t.is_some_and(meets))
 }

@@ -26,7 +26,7 @@ use perpetua_device::kernels::{
     Numbered, Spec, Use, attention, decode_attention, experts_down, experts_up, gated_linear, linear, param_words,
     routed_linear,
 };
-use perpetua_shared::{DType, Operand};
+use perpetua_shared::{DType, Operand, TaskFlags};
 
 // Of every product, whose second matrix comes after the first.
 use linear::slot::{W, X};
@@ -237,18 +237,19 @@ fn cut(op: &Operator, graph: &KernelGraph, target: &Target) -> BlockOp {
     let spec = Spec::of(op.kernel.task_type).expect("operators are judged when they are added");
     let mut grid = [1u32; GRID_AXES];
     let heads = op.axes.iter().filter(|axis| axis.role == AxisRole::Heads).map(|axis| axis.len).product();
+    // In the pass over a batch every sequence has an operator of its own of such a kind.
+    let alike = match TaskFlags::sequence(op.kernel.flags) {
+        Some(_) if graph.pass == Pass::Batch => graph.rows.unwrap_or(1),
+        _ => 1,
+    };
     for (axis, blocks) in op.axes.iter().zip(&mut grid) {
         *blocks = match axis.role {
             // Nothing is cut where nothing runs side by side, except what the tensors' shapes demand.
             AxisRole::Blocks => axis.len as u32,
             _ if target.n_workers == 1 && target.task_bytes == u64::MAX => 1,
             AxisRole::Heads => axis.len as u32,
-            AxisRole::HeadColumns => {
-                // In the pass over a batch every sequence has such an operator.
-                let sequences = graph.rows.filter(|_| graph.pass == Pass::Batch).unwrap_or(1);
-                head_parts(axis, heads * sequences as usize, target)
-            }
-            AxisRole::Columns => column_blocks(op, axis, table, target),
+            AxisRole::HeadColumns => head_parts(axis, heads * alike as usize, target),
+            AxisRole::Columns => column_blocks(op, axis, table, target).div_ceil(alike),
             AxisRole::Rows => row_blocks(op, axis, table, target, heads),
         };
     }

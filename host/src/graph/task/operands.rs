@@ -4,7 +4,7 @@ use super::{Task, TaskGraph};
 use crate::graph::kernel::whole_operand;
 use crate::graph::lower::block_operands;
 use crate::graph::tensor::{BufferKind, OpId};
-use crate::graph::threadblock::{Access, BlockOp, ThreadBlockGraph};
+use crate::graph::threadblock::{Access, AccessKind, BlockOp, ThreadBlockGraph};
 use perpetua_device::kernels::{self, Attention, Cost, DecodeAttention, Numbered, Spec, attention, decode_attention};
 use perpetua_shared::Operand;
 
@@ -57,12 +57,19 @@ fn weight_bytes(blocks: &ThreadBlockGraph, op: &BlockOp) -> u64 {
     if has_stack { read.saturating_sub(rest) } else { weights.min(read) }
 }
 
+/// Of what passes from row to row, which is read and written whole.
+fn state_bytes(blocks: &ThreadBlockGraph, op: &BlockOp) -> u64 {
+    let kept = op.accesses.iter().flatten().filter(|access| access.kind == AccessKind::ReadWrite);
+    let kept = kept.filter(|access| blocks.table.buffer_of(access.tensor).kind == BufferKind::State);
+    kept.map(|access| whole_operand(&blocks.table[access.tensor]).bytes()).sum()
+}
+
 fn cached_bytes(blocks: &ThreadBlockGraph, op: &BlockOp, position: usize) -> u64 {
     let Some(kernel) = op.kernel else { return 0 };
     let window = match kernel.task_type {
         DecodeAttention::TASK_TYPE => kernels::params::<decode_attention::Params>(&kernel.params).window,
         Attention::TASK_TYPE => kernels::params::<attention::Params>(&kernel.params).window,
-        _ => return 0,
+        _ => return state_bytes(blocks, op),
     };
     let caches = op.accesses.iter().flatten().map(|access| access.tensor);
     let caches = caches.filter(|cache| blocks.table.buffer_of(*cache).kind == BufferKind::State);

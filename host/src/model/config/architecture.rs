@@ -36,7 +36,8 @@ pub enum Architecture {
     GraniteMoe,
     /// `GraniteMoeSharedForCausalLM`: GraniteMoe with an MLP beside the experts that all rows go to.
     GraniteMoeShared,
-    /// `GraniteMoeHybridForCausalLM`, all of whose layers attend: the same, or that MLP alone (Granite 4.0's dense models), with RoPE or without.
+    /// `GraniteMoeHybridForCausalLM`: the same, or that MLP alone (Granite 4.0's dense models), with RoPE or without; most layers may have a state space in
+    /// the place of attention.
     GraniteMoeHybrid,
     /// `SeedOssForCausalLM`: Llama with biases on q, k and v.
     SeedOss,
@@ -131,6 +132,8 @@ pub(super) enum Sliding {
 pub(super) enum Recurs {
     /// `linear_attention`: the gated delta rule. Where the file does not say which, all but every `full_attention_interval`th layer.
     DeltaRule,
+    /// `linear_attention`, or `mamba` in older files: a state space; all of them, where the file does not say which.
+    StateSpace,
     /// `conv`: a short convolution. Where the file does not say which, all but those of `full_attn_idxs`.
     Convolution,
 }
@@ -452,6 +455,7 @@ impl Architecture {
             Architecture::GraniteMoeHybrid => Traits {
                 class_name: "GraniteMoeHybridForCausalLM",
                 model_type: "granitemoehybrid",
+                recurs: Some(Recurs::StateSpace),
                 mixture: Some(Mixture {
                     may_lack: true,
                     shared: Some(Shared { intermediate_size: 1024, stands_alone: true, ..GRANITE_SHARED }),
@@ -624,6 +628,8 @@ impl Architecture {
             Some("Roberta" | "XLMRoberta" | "Camembert") => Some(Architecture::Roberta),
             Some("ModernBert") => Some(Architecture::ModernBert),
             _ if matches!(class, "Gemma3ForConditionalGeneration" | "Gemma3TextModel") => Some(Architecture::Gemma3),
+            _ if class == "Qwen3_5TextModel" => Some(Architecture::Qwen35),
+            _ if class == "Qwen3_5MoeTextModel" => Some(Architecture::Qwen35Moe),
             // Their older files have no half: text is read by what stands beside all other keys.
             _ if matches!(class, "Qwen2VLForConditionalGeneration" | "Qwen2_5_VLForConditionalGeneration") => {
                 Some(Architecture::Qwen2)

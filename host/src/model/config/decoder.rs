@@ -2,7 +2,7 @@
 
 use std::ops::RangeInclusive;
 
-use perpetua_device::kernels::{causal_conv, delta_rule, routing};
+use perpetua_device::kernels::{causal_conv, recurrence, routing};
 
 use super::architecture::{Biases, Recurs, Shared, Sliding};
 use super::rope::{self, Rope, RopeScaling};
@@ -86,18 +86,9 @@ pub struct Recurrent {
 #[non_exhaustive]
 pub enum Mixer {
     /// Linear attention by the gated delta rule, behind a convolution of queries, keys and values.
-    DeltaRule {
-        /// Heads of queries and keys.
-        key_heads: usize,
-        /// Heads of values; a multiple of `key_heads`.
-        value_heads: usize,
-        /// Elements of a query or key.
-        key_dim: usize,
-        /// Elements of a value.
-        value_dim: usize,
-        /// Rows that the convolution reaches over.
-        taps: usize,
-    },
+    DeltaRule(DeltaRule),
+    /// A state space (Mamba-2), behind a convolution, whose heads share keys and queries.
+    StateSpace(StateSpace),
     /// A convolution, gated on both sides.
     Convolution {
         /// Rows that it reaches over.
@@ -105,6 +96,38 @@ pub enum Mixer {
         /// Whether it, and the linear layers around it, have biases.
         has_bias: bool,
     },
+}
+
+/// See [`Mixer::DeltaRule`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaRule {
+    /// Heads of queries and keys.
+    pub key_heads: usize,
+    /// Heads of values; a multiple of `key_heads`.
+    pub value_heads: usize,
+    /// Elements of a query or key.
+    pub key_dim: usize,
+    /// Elements of a value.
+    pub value_dim: usize,
+    /// Rows that the convolution reaches over.
+    pub taps: usize,
+}
+
+/// See [`Mixer::StateSpace`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StateSpace {
+    /// Heads.
+    pub heads: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Elements of a key or query.
+    pub state_dim: usize,
+    /// Rows that the convolution reaches over.
+    pub taps: usize,
+    /// Whether the convolution has a bias.
+    pub conv_bias: bool,
+    /// Whether the linear layers around it have.
+    pub linear_bias: bool,
 }
 
 /// The mixtures of experts of a network: each row goes to some of a layer's MLPs.
@@ -233,14 +256,14 @@ pub(super) fn decoder(
     // Where all layers have experts, and these a size of their own, the other one may be missing.
     let is_said = fields.get("intermediate_size").is_some();
     let of_experts = experts.as_ref().filter(|of| !is_said && of.layers.iter().all(|has| *has));
-    let intermediate_size = match alone {
-        None if of_experts.is_some() => of_experts.map_or(0, |of| of.intermediate_size),
-        Some(shared) => match shared_size(fields, shared)? {
+    let intermediate_size = match (alone, of_experts) {
+        (Some(shared), _) => match shared_size(fields, shared)? {
             0 => return Err(fields.wrong(shared.key, "at least 1, where there are no experts")),
             size => size,
         },
-        None if architecture == Architecture::Lfm2 => lfm2_intermediate_size(fields)?,
-        None => size("intermediate_size", 1..=MAX_INTERMEDIATE, 9216)?,
+        (None, Some(experts)) => experts.intermediate_size,
+        (None, None) if architecture == Architecture::Lfm2 => lfm2_intermediate_size(fields)?,
+        (None, None) => size("intermediate_size", 1..=MAX_INTERMEDIATE, 9216)?,
     };
     const SCALARS: RangeInclusive<f64> = 1e-6..=1e9;
     let query_scalar =
@@ -256,6 +279,10 @@ pub(super) fn decoder(
         return Err(fields.unsupported("use_bidirectional_attention", "false for this architecture"));
     }
     let is_bidirectional = sees_all || fields.flag("is_causal")? == Some(false);
+    let recurrent = recurrent(fields, architecture, n_layers)?;
+    if is_bidirectional && recurrent.is_some() {
+        return Err(fields.unsupported("is_causal", "true, where layers pass states on"));
+    }
     // Gemma's windows reach as far to both sides together, others' to each.
     let of_window = if sees_all { 2 } else { 1 };
     let windows = windows(fields, architecture, &layers, of_window, max_position_embeddings)?;
@@ -298,7 +325,7 @@ pub(super) fn decoder(
         windows,
         hidden_act: activation(fields, act_key, traits.activation)?,
         experts,
-        recurrent: recurrent(fields, architecture, n_layers)?,
+        recurrent,
         gates_attention: traits.gates_attention,
     })
 }
@@ -330,21 +357,27 @@ fn recurrent(
     n_layers: usize,
 ) -> Result<Option<Recurrent>, ModelError> {
     let Some(recurs) = architecture.traits().recurs else { return Ok(None) };
-    let name = match recurs {
-        Recurs::DeltaRule => "linear_attention",
-        Recurs::Convolution => "conv",
+    // Today's names first.
+    let names: &[_] = match recurs {
+        Recurs::DeltaRule => &["linear_attention"],
+        Recurs::StateSpace => &["linear_attention", "mamba"],
+        Recurs::Convolution => &["conv"],
     };
-    let layers: Vec<bool> = match (fields.texts("layer_types")?, recurs) {
+    let before = recurs == Recurs::StateSpace && fields.get("layer_types").is_none();
+    let key = if before { "layers_block_type" } else { "layer_types" };
+    let layers: Vec<bool> = match (fields.texts(key)?, recurs) {
         (Some(types), _) => {
-            if let Some(other) = types.iter().find(|kind| ![name, "full_attention"].contains(*kind)) {
-                let supported = format!("{name}, full_attention");
-                return Err(ModelError::unsupported(fields.path(), "layer_types", *other, supported));
+            let attends = |kind: &str| matches!(kind, "full_attention" | "attention");
+            if let Some(other) = types.iter().find(|kind| !names.contains(kind) && !attends(kind)) {
+                let supported = format!("{}, full_attention", names[0]);
+                return Err(ModelError::unsupported(fields.path(), key, *other, supported));
             }
             if types.len() != n_layers {
-                return Err(not_one_a_layer(fields, "layer_types", types.len(), n_layers));
+                return Err(not_one_a_layer(fields, key, types.len(), n_layers));
             }
-            types.iter().map(|kind| *kind == name).collect()
+            types.iter().map(|kind| names.contains(kind)).collect()
         }
+        (None, Recurs::StateSpace) => vec![true; n_layers],
         (None, Recurs::DeltaRule) => {
             let interval = fields.whole("full_attention_interval", 1..=MAX_LAYERS)?.unwrap_or(4);
             (1..=n_layers).map(|layer| !layer.is_multiple_of(interval)).collect()
@@ -359,6 +392,7 @@ fn recurrent(
     }
     let taps = |key, default| Ok(fields.whole(key, 2..=causal_conv::MAX_TAPS as usize)?.unwrap_or(default));
     let mixer = match recurs {
+        Recurs::StateSpace => state_space(fields)?,
         Recurs::Convolution => {
             Mixer::Convolution { taps: taps("conv_L_cache", 3)?, has_bias: fields.flag("conv_bias")?.unwrap_or(false) }
         }
@@ -370,16 +404,52 @@ fn recurrent(
             if !value_heads.is_multiple_of(key_heads) {
                 return Err(fields.wrong(VALUE_HEADS, format!("a multiple of linear_num_key_heads, {key_heads}")));
             }
-            Mixer::DeltaRule {
+            Mixer::DeltaRule(DeltaRule {
                 key_heads,
                 value_heads,
-                key_dim: size("linear_key_head_dim", delta_rule::MAX_KEY as usize, 128)?,
+                key_dim: size("linear_key_head_dim", recurrence::MAX_KEY as usize, 128)?,
                 value_dim: size("linear_value_head_dim", MAX_HEAD_DIM, 128)?,
                 taps: taps("linear_conv_kernel_dim", 4)?,
-            }
+            })
         }
     };
     Ok(Some(Recurrent { mixer, layers }))
+}
+
+/// A state space, as Granite's configuration has it.
+fn state_space(fields: &Fields<'_>) -> Result<Mixer, ModelError> {
+    let whole = |key, most, default| Ok::<_, ModelError>(fields.whole(key, 1..=most)?.unwrap_or(default));
+    let hidden_size = fields.required_whole("hidden_size", 1..=MAX_HIDDEN)?;
+    const HEADS: &str = "mamba_n_heads";
+    let heads = whole(HEADS, MAX_HEADS, 128)?;
+    let inner = hidden_size * whole("mamba_expand", 64, 2)?;
+    if !inner.is_multiple_of(heads) {
+        return Err(fields.wrong(HEADS, format!("a divisor of mamba_expand * hidden_size, {inner}")));
+    }
+    const HEAD_DIM: &str = "mamba_d_head";
+    let is_auto = fields.get(HEAD_DIM).is_some_and(|dim| dim == "auto");
+    if !is_auto && fields.whole(HEAD_DIM, 1..=MAX_HIDDEN)?.is_some_and(|dim| dim * heads != inner) {
+        return Err(fields.wrong(HEAD_DIM, format!("{}, so that {heads} heads have {inner} elements", inner / heads)));
+    }
+    // All heads share keys and queries, and the norm behind them is over all.
+    if whole("mamba_n_groups", MAX_HEADS, 1)? != 1 {
+        return Err(fields.unsupported("mamba_n_groups", "1"));
+    }
+    // JSON has no name for what no step is beyond.
+    let least = fields.get("time_step_limit").and_then(|limits| limits.get(0)?.as_f64());
+    let most = fields.get("time_step_limit").and_then(|limits| limits.get(1)?.as_f64());
+    if least.is_some_and(|least| least > 0.0) || most.is_some() {
+        return Err(fields.unsupported("time_step_limit", "none"));
+    }
+    Ok(Mixer::StateSpace(StateSpace {
+        heads,
+        head_dim: inner / heads,
+        // More are what the class has where the file does not say it.
+        state_dim: fields.required_whole("mamba_d_state", 1..=recurrence::MAX_KEY as usize)?,
+        taps: fields.whole("mamba_d_conv", 2..=causal_conv::MAX_TAPS as usize)?.unwrap_or(4),
+        conv_bias: fields.flag("mamba_conv_bias")?.unwrap_or(true),
+        linear_bias: fields.flag("mamba_proj_bias")?.unwrap_or(false),
+    }))
 }
 
 /// What one layer does and another does not.
@@ -407,7 +477,6 @@ fn turning_layers(fields: &Fields<'_>, architecture: Architecture, n_layers: usi
     match architecture {
         Architecture::SmolLm3 => {}
         Architecture::GraniteMoeHybrid => {
-            attending_layers(fields, n_layers)?;
             return Ok(vec![fields.text("position_embedding_type")? == Some("rope"); n_layers]);
         }
         _ => return Ok(vec![true; n_layers]),
@@ -421,19 +490,6 @@ fn turning_layers(fields: &Fields<'_>, architecture: Architecture, n_layers: usi
         return Err(not_one_a_layer(fields, "no_rope_layers", given.len(), n_layers));
     }
     Ok(given[..n_layers].iter().map(|turns| *turns == 1).collect())
-}
-
-/// Refuses layers that do anything but attend, which is what they do unless the file says otherwise.
-fn attending_layers(fields: &Fields<'_>, n_layers: usize) -> Result<(), ModelError> {
-    // The name from before.
-    let key = if fields.get("layer_types").is_some() { "layer_types" } else { "layers_block_type" };
-    let Some(types) = fields.texts(key)? else {
-        return Err(fields.wrong("layer_types", "a list of \"attention\" (state-space layers are not supported)"));
-    };
-    if let Some(other) = types.iter().find(|kind| !matches!(**kind, "attention" | "full_attention")) {
-        return Err(ModelError::unsupported(fields.path(), key, *other, "attention in every layer"));
-    }
-    if types.len() != n_layers { Err(not_one_a_layer(fields, key, types.len(), n_layers)) } else { Ok(()) }
 }
 
 fn not_one_a_layer(fields: &Fields<'_>, key: &str, found: usize, n_layers: usize) -> ModelError {

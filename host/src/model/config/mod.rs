@@ -23,7 +23,7 @@ use super::error::ModelError;
 use super::json::{Fields, brief, read_value};
 pub(crate) use architecture::Norms;
 pub use architecture::{Architecture, QkNorm};
-pub use decoder::{DecoderConfig, Experts, Mixer, Recurrent, SharedExpert};
+pub use decoder::{DecoderConfig, DeltaRule, Experts, Mixer, Recurrent, SharedExpert, StateSpace};
 pub use encoder::BertConfig;
 pub use modern_bert::ModernBertConfig;
 pub use rope::{Rope, RopeScaling};

@@ -104,10 +104,11 @@ fn experts_that_all_rows_go_to() {
     assert_ne!(of("granitemoehybrid", &turned).ropes[0], Rope::NONE);
     for (change, expected) in [
         (
-            json!({ "layer_types": ["attention", "mamba"] }),
-            "layer_types: mamba is not supported; supported: attention in every layer",
+            json!({ "layer_types": ["attention", "conv"] }),
+            "layer_types: conv is not supported; supported: linear_attention",
         ),
-        (json!({ "layer_types": null }), "layer_types: missing, expected a list"),
+        // All are state spaces then.
+        (json!({ "layer_types": null }), "mamba_d_state: missing, expected a whole number from 1 to 128"),
         (json!({ "layer_types": ["attention"] }), "layer_types: 1 entries, expected 2"),
         (json!({ "shared_intermediate_size": 0 }), "shared_intermediate_size: 0, expected at least 1"),
     ] {
@@ -512,7 +513,7 @@ fn some_layers_pass_states_on() {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
     let open = |name: &str| read_value(&dir.join(name).join("config.json")).expect("JSON");
     let qwen = |change: Value| with(open("tiny-qwen3.5"), &change);
-    let mixer = Mixer::DeltaRule { key_heads: 2, value_heads: 4, key_dim: 32, value_dim: 24, taps: 4 };
+    let mixer = Mixer::DeltaRule(DeltaRule { key_heads: 2, value_heads: 4, key_dim: 32, value_dim: 24, taps: 4 });
     let config = decoder_of(&qwen(json!({})));
     let layers = vec![true, true, true, false];
     assert_eq!(config.recurrent, Some(Recurrent { mixer, layers: layers.clone() }));
@@ -525,7 +526,7 @@ fn some_layers_pass_states_on() {
         keys.iter().map(|key| (format!("linear_{key}"), Value::Null)).collect();
     without.extend([("layer_types".to_owned(), Value::Null), ("rope_parameters".to_owned(), Value::Null)]);
     let usual = decoder_of(&qwen(Value::Object(without)));
-    let mixer = Mixer::DeltaRule { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, taps: 4 };
+    let mixer = Mixer::DeltaRule(DeltaRule { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, taps: 4 });
     assert_eq!((usual.recurrent, usual.rotary_dim), (Some(Recurrent { mixer, layers }), 8));
     let every_second = qwen(json!({ "layer_types": null, "full_attention_interval": 2 }));
     assert_eq!(decoder_of(&every_second).recurrent.map(|r| r.layers), Some(vec![true, false, true, false]));
@@ -550,6 +551,22 @@ fn some_layers_pass_states_on() {
     };
     assert_eq!((half.experts, half.architecture), (Some(experts), Architecture::Qwen35Moe));
 
+    // State spaces, by today's names and by older ones.
+    let granite = |change: Value| {
+        let sizes =
+            json!({ "mamba_n_heads": 8, "mamba_d_state": 16, "layer_types": ["linear_attention", "full_attention"] });
+        with(with(open("tiny-granite4"), &sizes), &change)
+    };
+    let of_heads = StateSpace { heads: 8, head_dim: 32, state_dim: 16, taps: 4, conv_bias: true, linear_bias: false };
+    let mixer = Mixer::StateSpace(of_heads);
+    assert_eq!(decoder_of(&granite(json!({}))).recurrent, Some(Recurrent { mixer, layers: vec![true, false] }));
+    let older =
+        granite(json!({ "layer_types": null, "layers_block_type": ["attention", "mamba"], "mamba_conv_bias": false }));
+    let mixer = Mixer::StateSpace(StateSpace { conv_bias: false, ..of_heads });
+    assert_eq!(decoder_of(&older).recurrent, Some(Recurrent { mixer, layers: vec![false, true] }));
+    let all = decoder_of(&granite(json!({ "layer_types": null }))).recurrent;
+    assert_eq!(all.map(|r| r.layers), Some(vec![true; 2]));
+
     let lfm2 = |change: Value| with(open("tiny-lfm2"), &change);
     let config = decoder_of(&lfm2(json!({})));
     let mixer = Mixer::Convolution { taps: 3, has_bias: false };
@@ -573,6 +590,12 @@ fn some_layers_pass_states_on() {
         (qwen(json!({ "linear_key_head_dim": 256 })), "linear_key_head_dim: 256, expected"),
         (qwen(json!({ "linear_conv_kernel_dim": 1 })), "linear_conv_kernel_dim: 1, expected"),
         (lfm2(json!({ "layer_types": ["conv", "linear_attention", "conv"] })), "layer_types: linear_attention is not"),
+        (granite(json!({ "mamba_n_heads": 3 })), "mamba_n_heads: 3, expected a divisor of"),
+        (granite(json!({ "mamba_d_head": 16 })), "mamba_d_head: 16, expected 32"),
+        (granite(json!({ "mamba_d_state": 256 })), "mamba_d_state: 256, expected"),
+        (granite(json!({ "mamba_n_groups": 2 })), "mamba_n_groups: 2 is not"),
+        (granite(json!({ "time_step_limit": [0.001, 0.1] })), "time_step_limit: "),
+        (qwen(json!({ "is_causal": false })), "is_causal: false is not"),
         (lfm2(json!({ "conv_L_cache": 17 })), "conv_L_cache: 17, expected"),
         (lfm2(json!({ "block_ffn_dim_multiplier": 0.0 })), "intermediate_size: 240, expected 1 to"),
     ] {

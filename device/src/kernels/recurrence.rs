@@ -1,16 +1,18 @@
-//! Linear attention by the gated delta rule: a state for each value head, a matrix, that every row first forgets some of, then corrects at its key, and
-//! asks by its query. Row by row, with q' = q / |q| / sqrt(d_k), k' = k / |k|, g = exp(-exp(a_log) * softplus(a + dt_bias)) and b' = sigmoid(b):
+//! Layers that pass a state from row to row: a matrix for each value head, which every row first forgets some of, then adds something to at its key, and
+//! asks by its query. Row by row, with g = exp(-exp(a_log) * d) and d = softplus(a + dt_bias):
 //!
 //! ```text
-//! S <- g S;   S[j,:] <- S[j,:] + b' (v[j] - S[j,:] . k') k';   y[j] = S[j,:] . q'
+//! S <- g S;   S[j,:] <- S[j,:] + c[j] k;   y[j] = S[j,:] . q (+ skip * v[j])
 //! ```
-//! q, k: [rows, key_heads, d_k], d_k at most [`MAX_KEY`]; v, y: [rows, key_heads, group, d_v]; a, b: [rows, key_heads, group]; a_log, dt_bias:
-//! [key_heads, group]; state: [key_heads, group, d_v, d_k] f32, kept from pass to pass: zeros, whatever it holds, before position 0. |x| is
-//! sqrt(x . x + 1e-6). f32 accumulation.
+//! - With b, linear attention by the gated delta rule: c[j] = sigmoid(b) (v[j] - S[j,:] . k), what is known at the key being corrected; k and q are
+//!   divided by their lengths, q by sqrt(d_k), too. (Yang, Kautz, Hatamizadeh, *Gated Delta Networks*, 2024.)
+//! - Without, a state space: c[j] = d v[j]. (Dao, Gu, *Transformers are SSMs*, 2024: Mamba-2, whose B, C and x are k, q and v here.)
 //!
-//! Yang, Kautz, Hatamizadeh, *Gated Delta Networks* (2024), row by row: prompts have the bits of their tokens one by one.
+//! q, k: [rows, key_heads, d_k], d_k at most [`MAX_KEY`]; v, y: [rows, key_heads, group, d_v]; a, b: [rows, key_heads, group]; a_log, dt_bias, skip:
+//! [key_heads, group]; state: [key_heads, group, d_v, d_k] f32, kept from pass to pass: zeros, whatever it holds, before position 0. A length |x| is
+//! sqrt(x . x + 1e-6). f32 accumulation. Prompts have the bits of their tokens one by one.
 //!
-//! A row of the state asks for k' and q' at once: with S not decayed yet, y[j] = g S[j,:] . q' + delta k' . q'. It is read and written once.
+//! A row of the state asks for k and q at once: with S not decayed yet, y[j] = g S[j,:] . q + c[j] k . q. It is read and written once.
 
 use super::*;
 use crate::arch::{WARP, memory, scalar, scalar::fma, shared, warp};
@@ -20,7 +22,7 @@ use core::hint::cold_path;
 
 /// See the module head.
 #[derive(Debug)]
-pub struct DeltaRule;
+pub struct Recurrence;
 
 /// Parameters: none.
 #[repr(C)]
@@ -38,23 +40,24 @@ slots! {
     K: read "k",
     V: read "v",
     A: read "a",
-    B: read "b",
+    B: optional "b",
     A_LOG: read "a_log",
     DT_BIAS: read "dt_bias",
     STATE: update "state",
     Y: write "y",
+    SKIP: optional "skip",
 }
 
-/// What is found of a row once for all columns of its head.
+/// How much of a head's state a row leaves, and what it multiplies with what it adds: by b, if there is one.
 #[cfg(not(target_arch = "nvptx64"))]
-pub(crate) fn gates(a: f32, b: f32, a_log: f32, dt_bias: f32) -> [f32; 2] {
+pub(crate) fn gates(a: f32, b: Option<f32>, a_log: f32, dt_bias: f32) -> [f32; 2] {
     let x = a + dt_bias;
     let softplus = if x > 20.0 { x } else { x.exp().ln_1p() };
-    [(-a_log.exp() * softplus).exp(), 1.0 / (1.0 + (-b).exp())]
+    [(-a_log.exp() * softplus).exp(), b.map_or(softplus, |b| 1.0 / (1.0 + (-b).exp()))]
 }
 
-impl MacroKernel for DeltaRule {
-    const NAME: &'static str = "delta_rule";
+impl MacroKernel for Recurrence {
+    const NAME: &'static str = "recurrence";
     const SLOTS: &'static [Slot] = slot::ALL;
     type Params = Params;
     const FLAGGED: &'static [usize] = &[slot::Q, slot::K, slot::V, slot::A, slot::B, slot::Y];
@@ -63,7 +66,7 @@ impl MacroKernel for DeltaRule {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
-        let [q, k, v, a, b, a_log, dt_bias, state, y] = io else { unreachable!("slots were counted") };
+        let [q, k, v, a, b, a_log, dt_bias, state, y, skip] = io else { unreachable!("slots were counted") };
         let [rows, heads, d_k, _] = q.extent;
         let [_, _, group, d_v] = v.extent;
         if d_k > MAX_KEY {
@@ -82,7 +85,7 @@ impl MacroKernel for DeltaRule {
             rules::rank(name, operand, 3)?;
             rules::extent(name, operand, 2, group)?;
         }
-        for (name, operand) in [("a_log", a_log), ("dt_bias", dt_bias)] {
+        for (name, operand) in [("a_log", a_log), ("dt_bias", dt_bias), ("skip", skip)] {
             rules::rank(name, operand, 2)?;
             rules::extent(name, operand, 0, heads)?;
             rules::extent(name, operand, 1, group)?;
@@ -91,9 +94,8 @@ impl MacroKernel for DeltaRule {
             rules::extent(name, operand, 0, rows)?;
             rules::extent(name, operand, 1, heads)?;
         }
-        for (name, operand) in
-            [("q", q), ("k", k), ("v", v), ("a", a), ("b", b), ("a_log", a_log), ("dt_bias", dt_bias), ("y", y)]
-        {
+        let of_head = [("a_log", a_log), ("dt_bias", dt_bias), ("skip", skip)];
+        for (name, operand) in [("q", q), ("k", k), ("v", v), ("a", a), ("b", b), ("y", y)].into_iter().chain(of_head) {
             rules::dtype(name, operand, &rules::FLOATS)?;
             rules::unit_stride(name, operand)?;
         }
@@ -108,32 +110,35 @@ impl MacroKernel for DeltaRule {
 
     fn cost(_: &Params, io: &[Operand]) -> Cost {
         let cost = default_cost(Self::SLOTS, io);
-        let [q, _, _, _, _, _, _, state, _] = io else { return cost };
+        let [q, _, _, _, _, _, _, state, ..] = io else { return cost };
         Cost { flops: product([7, q.extent[0].into(), state.len_elems()]), ..cost }
     }
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(_: &Params, call: &Call<'_>) -> Result<(), Fault> {
-        let [q, k, v, a, b, a_log, dt_bias, state, y] = core::array::from_fn(|i| call.tensor(i));
+        let [q, k, v, a, b, a_log, dt_bias, state, y, skip] = core::array::from_fn(|i| call.tensor(i));
         let [heads, group, d_v, d_k] = [0, 1, 2, 3].map(|dim| state.extent(dim));
-        let unit = |x: &crate::io::Tensor, r: usize, h: usize| {
+        let corrects = b.is_present();
+        let unit = |x: &crate::io::Tensor, r: usize, h: usize, by: f32| {
             let row: Vec<f32> = (0..d_k).map(|i| x.get([r, h, i])).collect();
-            let norm = (row.iter().map(|x| x * x).sum::<f32>() + NORM_EPS).sqrt();
-            row.into_iter().map(|x| x / norm).collect::<Vec<f32>>()
+            let norm = (row.iter().map(|x| x * x).sum::<f32>() + NORM_EPS).sqrt() * by;
+            if corrects { row.into_iter().map(|x| x / norm).collect::<Vec<f32>>() } else { row }
         };
         for (h, g) in (0..heads).flat_map(|h| (0..group).map(move |g| (h, g))) {
             for r in 0..call.rows(slot::Q) {
-                let (query, key) = (unit(&q, r, h), unit(&k, r, h));
-                let [decay, beta] = gates(a.get([r, h, g]), b.get([r, h, g]), a_log.get([h, g]), dt_bias.get([h, g]));
+                let (query, key) = (unit(&q, r, h, (d_k as f32).sqrt()), unit(&k, r, h, 1.0));
+                let b = corrects.then(|| b.get([r, h, g]));
+                let [decay, beta] = gates(a.get([r, h, g]), b, a_log.get([h, g]), dt_bias.get([h, g]));
                 for j in 0..d_v {
                     let is_new = call.step.first_pos == 0 && r == 0;
                     let mut s: Vec<f32> =
                         (0..d_k).map(|i| if is_new { 0.0 } else { decay * state.get([h, g, j, i]) }).collect();
                     let known: f32 = s.iter().zip(&key).map(|(s, k)| s * k).sum();
-                    let delta = beta * (v.get([r, h, g, j]) - known);
-                    s.iter_mut().zip(&key).for_each(|(s, k)| *s += delta * k);
+                    let value = v.get([r, h, g, j]);
+                    let added = beta * if corrects { value - known } else { value };
+                    s.iter_mut().zip(&key).for_each(|(s, k)| *s += added * k);
                     let asked: f32 = s.iter().zip(&query).map(|(s, q)| s * q).sum();
-                    y.set([r, h, g, j], asked / (d_k as f32).sqrt());
+                    y.set([r, h, g, j], asked + if skip.is_present() { skip.get([h, g]) * value } else { 0.0 });
                     s.iter().enumerate().for_each(|(i, s)| state.set([h, g, j, i], *s));
                 }
             }
@@ -143,10 +148,10 @@ impl MacroKernel for DeltaRule {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(_: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
-        let [q, k, v, a, b, a_log, dt_bias, state, y] = core::array::from_fn(|i| call.tensor(i));
+        let [q, k, v, a, b, a_log, dt_bias, state, y, skip] = core::array::from_fn(|i| call.tensor(i));
         let (rows, is_first, isa) = (call.rows(slot::Q), call.step.first_pos == 0, scratch.isa);
         let gates = [a, b, a_log, dt_bias];
-        isa.run(crate::cpu::recurrent::DeltaRule { rows, is_first, q, k, v, gates, state, y, scratch });
+        isa.run(crate::cpu::recurrent::Recurrence { rows, is_first, q, k, v, gates, skip, state, y, scratch });
         Ok(())
     }
 
@@ -195,8 +200,8 @@ const AT_ONCE: u32 = 128;
 /// Rows of the state, columns of y, that a warp has at a time.
 const COLUMNS: u32 = 8;
 
-/// Words of shared memory for what is found of row `r` of those at once: what k and q are multiplied by, how much of the state stays, how much of a
-/// correction is made, and k' . q'.
+/// Words of shared memory for what is found of row `r` of those at once: what k and q are multiplied by, how much of the state stays, what multiplies what
+/// is added; k . q, how much of what is known at the key is taken from what is added, and how much of v is in y.
 fn found(r: u32) -> u32 {
     FREE_SHARED + 8 * r
 }
@@ -206,7 +211,7 @@ const _: () = assert!(FREE_SHARED.is_multiple_of(4) && FREE_SHARED + 8 * AT_ONCE
 /// A lane's four elements of operand `operand` at [row, head], zeros beyond the last.
 ///
 /// # Safety
-/// The operand is [`DeltaRule`]'s query or key, and the row is there.
+/// The operand is [`Recurrence`]'s query or key, and the row is there.
 unsafe fn four(call: &gpu::Call<'_>, operand: usize, [r, h]: [u32; 2], lane: u32) -> [f32; 4] {
     // SAFETY: the caller's promise; elements below `n` are asked for alone.
     unsafe {
@@ -240,17 +245,21 @@ unsafe fn find(call: &gpu::Call<'_>, lane: u32, [r, h, g]: [u32; 3], at: u32) {
             let [value] = call.gather(operand, &call.tensor(operand).row([r, h]), [g]);
             value
         };
-        let (a, b) = (one(slot::A), one(slot::B));
         let weight = |operand: usize| call.tensor(operand).get([h, g]);
-        let decay = exp(-exp(weight(slot::A_LOG)) * softplus(a + weight(slot::DT_BIAS)));
-        let beta = scalar::reciprocal(1.0 + exp(-b));
-        let of_key = rsqrt(warp::sum(dot(key, key, 0.0)) + NORM_EPS);
-        let of_query = rsqrt(warp::sum(dot(query, query, 0.0)) + NORM_EPS);
-        let of_query = of_query * rsqrt(call.tensor(slot::Q).extent(2) as f32);
+        let step = softplus(one(slot::A) + weight(slot::DT_BIAS));
+        let decay = exp(-exp(weight(slot::A_LOG)) * step);
+        let (mut of_key, mut of_query, mut by, mut known) = (1.0, 1.0, step, 0.0);
+        if call.tensor(slot::B).is_present() {
+            of_key = rsqrt(warp::sum(dot(key, key, 0.0)) + NORM_EPS);
+            of_query = rsqrt(warp::sum(dot(query, query, 0.0)) + NORM_EPS);
+            of_query *= rsqrt(call.tensor(slot::Q).extent(2) as f32);
+            (by, known) = (scalar::reciprocal(1.0 + exp(-one(slot::B))), decay);
+        }
         let both = warp::sum(dot(key, query, 0.0)) * of_key * of_query;
+        let skip = if call.tensor(slot::SKIP).is_present() { weight(slot::SKIP) } else { 0.0 };
         if lane == 0 {
-            shared::store16(found(at), [of_key, of_query, decay, beta].map(f32::to_bits));
-            shared::store(found(at) + 4, both.to_bits());
+            shared::store16(found(at), [of_key, of_query, decay, by].map(f32::to_bits));
+            shared::store16(found(at) + 4, [both, known, skip, 0.0].map(f32::to_bits));
         }
     }
 }
@@ -302,8 +311,8 @@ unsafe fn columns(call: &gpu::Call<'_>, lane: u32, [first, count]: [u32; 2], [h,
             let key = four(call, slot::K, [first + r, h], lane);
             let query = four(call, slot::Q, [first + r, h], lane);
             let [value] = call.gather(slot::V, &call.tensor(slot::V).row([first + r, h, g]), [own]);
-            let [of_key, of_query, decay, beta] = shared::load16(found(r)).map(f32::from_bits);
-            let both = f32::from_bits(shared::load(found(r) + 4));
+            let [of_key, of_query, decay, by] = shared::load16(found(r)).map(f32::from_bits);
+            let [both, of_known, skip, _] = shared::load16(found(r) + 4).map(f32::from_bits);
             let key = key.map(|x| x * of_key);
             let query = query.map(|x| x * of_query);
             let known = |j: usize| dot(s[j], key, 0.0);
@@ -329,28 +338,28 @@ unsafe fn columns(call: &gpu::Call<'_>, lane: u32, [first, count]: [u32; 2], [h,
                 ],
                 lane,
             );
-            let correction = fma(-decay, mine, value) * beta;
-            let of = |from: u32| f32::from_bits(warp::shuffle(correction.to_bits(), from));
+            let added = fma(-of_known, mine, value) * by;
+            let of = |from: u32| f32::from_bits(warp::shuffle(added.to_bits(), from));
             // Both halves' lanes have the lower half's.
-            let own_correction = of(lane % 16);
-            let made = fma(decay, mine, own_correction * both);
-            let is_last = column + (lane % 16) / 2 < d_v;
-            if (lane >= 16) & lane.is_multiple_of(2) & is_last {
+            let own_added = of(lane % 16);
+            let made = fma(decay, mine, fma(own_added, both, skip * value));
+            let is_there = column + (lane % 16) / 2 < d_v;
+            if (lane >= 16) & lane.is_multiple_of(2) & is_there {
                 call.put(&call.tensor(slot::Y), [first + r, h, g, own], made);
             }
-            let corrected = |[a, b, c, d]: [f32; 4], by: f32| {
+            let after = |[a, b, c, d]: [f32; 4], by: f32| {
                 let [e, f, g, h] = key;
                 [fma(e, by, a * decay), fma(f, by, b * decay), fma(g, by, c * decay), fma(h, by, d * decay)]
             };
             s = [
-                corrected(s[0], of(0)),
-                corrected(s[1], of(2)),
-                corrected(s[2], of(4)),
-                corrected(s[3], of(6)),
-                corrected(s[4], of(8)),
-                corrected(s[5], of(10)),
-                corrected(s[6], of(12)),
-                corrected(s[7], of(14)),
+                after(s[0], of(0)),
+                after(s[1], of(2)),
+                after(s[2], of(4)),
+                after(s[3], of(6)),
+                after(s[4], of(8)),
+                after(s[5], of(10)),
+                after(s[6], of(12)),
+                after(s[7], of(14)),
             ];
             r += 1;
         }
