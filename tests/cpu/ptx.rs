@@ -34,7 +34,7 @@ const REGISTERS: u32 = 252;
 /// gated_linear 37 (a few rows', their activations, the sums' two and, in linear, a row's squares; a norm 3, likewise, in linear, of what splits found; a long row 2; a warpgroup's
 /// products 26: for each of five shapes, a step's of those who multiply and
 /// those who do not, the last step's of both, the sums' one; and a part's end; and in linear, before what is made for a product after a norm where no warpgroup
-/// has multiplied, 2); layer_norm 4; pool 2; argmax 2; causal_conv 1, before its state is written; recurrence 2, behind what is found of rows and behind these rows; experts_up 14 (a row that is staged one by one 3, by eight 3, what is made of it in 8 bits and in 4, the choice of experts 5, and a row's end) and experts_down 8 (3 and 1, and a group's two in 8 bits and in 4); expert_routes 6 (the choice 5, a row's end); routed_linear 18 (rows
+/// has multiplied, 2); layer_norm 4; pool 2; argmax 2; causal_conv 1, before its state is written; recurrence 2, behind what is found of rows and behind these rows; gated 2, where a head is alone; experts_up 14 (a row that is staged one by one 3, by eight 3, what is made of it in 8 bits and in 4, the choice of experts 5, and a row's end) and experts_down 8 (3 and 1, and a group's two in 8 bits and in 4); expert_routes 6 (the choice 5, a row's end); routed_linear 18 (rows
 /// are counted 2, units 2, an expert's listed 2; of a warpgroup's products two shapes 10 and a part's end; the end of one without); sample 52 (the text's tokens 2, the best 2, nine sums
 /// of count and mass 4 each, walks 4 and 8). After a vote of those that wait before bodies, in a pass with just-in-time tasks, 2. In linear and gated_linear 2 each for long rows
 /// in 8 bits, and in 4; and [those of a product of one row](OF_ONE_ROW).
@@ -42,14 +42,14 @@ const REGISTERS: u32 = 252;
 /// task and for the iteration; of tiles in vain where a pass begins, or the worker leaves. Shuffles, five to a sum, twice that for two words:
 /// rms_norm 15 (three sums), layer_norm 10, pool 5, argmax 10, rope 6 (a norm 5, and by fours a loop over lanes), attention 55 (11, of few queries a maximum and a total 4, and of many rows a maximum and a sum, over four lanes and of two rows, 8, for two sizes, of all positions and of a share, and by a warpgroup), advance 10, decode_attention 20 (a norm 5, a
 /// group's maximum and total 4, one by one 11), linear 140 and gated_linear 101 (of a warpgroup's products the factors of rows, a loop over lanes, in each of five shapes, and in linear two rows' squares 2; of a few rows' the factors, and in linear a row's squares 2; from global memory of one row and of four, from tiles of one, a norm, and of a
-/// long row in each of its widths, by its form four, two or three, and one, the one before and the last, and in linear the best of its outputs 10), experts_up 55 (a norm, one by one and by eight, what all experts make together, two products, and those of three forms of rows afar 30) and experts_down 15 (one by one, in 8 bits and in 4), expert_routes 5, routed_linear 20 (units, three products), sample 175, recurrence 40 (three sums, sixteen sums at once 16, and nine corrections), gated 5.
+/// long row in each of its widths, by its form four, two or three, and one, the one before and the last, and in linear the best of its outputs 10), experts_up 55 (a norm, one by one and by eight, what all experts make together, two products, and those of three forms of rows afar 30) and experts_down 15 (one by one, in 8 bits and in 4), expert_routes 5, routed_linear 20 (units, three products), sample 175, recurrence 40 (three sums, sixteen sums at once 16, and nine corrections), gated 10 (a sum over a warp, and one over the block).
 ///
 /// Warp syncs: where tiles are released, of a product of one row in each form a norm's weights, the loop's, and where the wait fails; other rows of linear and gated_linear 2 each, and a norm's weights, 1, and a
 /// long one's first row of weights and the next, of each width, in gated_linear the second matrix's, too: 18 and 9; what takes the tiles that a body left, or that came in vain, 5; of a few rows the loop's, and where the wait fails, in linear and in gated_linear;
 /// around outputs that lanes exchange, linear and gated_linear 2 each; before turned elements are put: rope 2, decode_attention 1; around what a warp has of queries and results: attention 12, for two sizes, of all positions and of a share.
-const BARRIERS: usize = 231 + 2 * (2 + 2) + OF_ONE_ROW[0];
+const BARRIERS: usize = 233 + 2 * (2 + 2) + OF_ONE_ROW[0];
 const BARRIER_VOTES: usize = 21 + 3;
-const SHUFFLES: usize = 687 + OF_ONE_ROW[1];
+const SHUFFLES: usize = 692 + OF_ONE_ROW[1];
 const WARP_SYNCS: usize = 55 + 3 * 3;
 const PRODUCTS: usize = 464 + 12;
 const BYTE_PRODUCTS: usize = 12 + 40;
@@ -99,8 +99,8 @@ const KERNELS: &[Figures] = &[
     ("routed_linear", 182, 20, 20, 0, 0, [0, 0]),
     ("slot_sum", 48, 2, 0, 0, 0, [0, 0]),
     ("causal_conv", 38, 3, 0, 0, 0, [0, 0]),
-    ("recurrence", 111, 4, 40, 0, 0, [0, 0]),
-    ("gated", 56, 2, 5, 0, 0, [0, 0]),
+    ("recurrence", 113, 4, 40, 0, 0, [0, 0]),
+    ("gated", 62, 4, 10, 0, 0, [0, 0]),
 ];
 
 fn image() -> Option<&'static DeviceImage> {

@@ -391,9 +391,9 @@ impl<'a> Decoder<'a> {
 
     /// x + norm(state space(silu(convolution(h . in^T))) * silu(gate)) . out^T, where gate, too, is a part of h . in^T.
     fn state_space(&mut self, layer: usize, of: StateSpace, h: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
-        let StateSpace { heads, head_dim, state_dim, taps, conv_bias, linear_bias } = of;
+        let StateSpace { heads, head_dim, state_dim, taps, conv_bias, linear_bias, norm_eps } = of;
         let rows = self.graph.rows.unwrap_or(1) as usize;
-        let DecoderConfig { hidden_size, rms_norm_eps, .. } = *self.config;
+        let hidden_size = self.config.hidden_size;
         let inner = heads * head_dim;
         let mixed = inner + 2 * state_dim;
         let all = inner + mixed + heads;
@@ -419,7 +419,7 @@ impl<'a> Decoder<'a> {
         let made = self.graph.recurrence(&of_layer("state_space"), args, &of_layer("state"))?;
         let made = self.graph.reshape(made, &[rows, 1, inner])?;
         let w = self.factors(&of_layer("norm"), inner)?;
-        let norm = GateNorm::OfGated { w, eps: rms_norm_eps as f32 };
+        let norm = GateNorm::OfGated { w, eps: norm_eps as f32 };
         let gated = self.graph.gated(&of_layer("gate"), made, gate, Gate::Silu, norm)?;
         self.linear(&of_layer("out_proj"), gated, [hidden_size, inner], linear_bias, Some(x))
     }

@@ -411,7 +411,7 @@ fn mixer_tensors(mixer: Mixer, hidden: usize) -> Vec<(&'static str, Vec<usize>, 
                 ("linear_attn.out_proj.weight", vec![hidden, values], Role::Linear),
             ]
         }
-        Mixer::StateSpace(StateSpace { heads, head_dim, state_dim, taps, conv_bias, linear_bias }) => {
+        Mixer::StateSpace(StateSpace { heads, head_dim, state_dim, taps, conv_bias, linear_bias, .. }) => {
             let inner = heads * head_dim;
             let mixed = inner + 2 * state_dim;
             let all = inner + mixed + heads;

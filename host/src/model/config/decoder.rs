@@ -73,7 +73,7 @@ pub struct DecoderConfig {
 }
 
 /// The layers of a network that do not attend.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Recurrent {
     /// What they do instead.
     pub mixer: Mixer,
@@ -82,7 +82,7 @@ pub struct Recurrent {
 }
 
 /// What a layer does in the place of attention.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Mixer {
     /// Linear attention by the gated delta rule, behind a convolution of queries, keys and values.
@@ -114,7 +114,7 @@ pub struct DeltaRule {
 }
 
 /// See [`Mixer::StateSpace`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StateSpace {
     /// Heads.
     pub heads: usize,
@@ -128,6 +128,8 @@ pub struct StateSpace {
     pub conv_bias: bool,
     /// Whether the linear layers around it have.
     pub linear_bias: bool,
+    /// Added to the mean square before the root in the norm behind it, which does not see how rows are scaled.
+    pub norm_eps: f64,
 }
 
 /// The mixtures of experts of a network: each row goes to some of a layer's MLPs.
@@ -279,7 +281,7 @@ pub(super) fn decoder(
         return Err(fields.unsupported("use_bidirectional_attention", "false for this architecture"));
     }
     let is_bidirectional = sees_all || fields.flag("is_causal")? == Some(false);
-    let recurrent = recurrent(fields, architecture, n_layers)?;
+    let recurrent = recurrent(fields, architecture, n_layers, rms_norm_eps)?;
     if is_bidirectional && recurrent.is_some() {
         return Err(fields.unsupported("is_causal", "true, where layers pass states on"));
     }
@@ -355,6 +357,7 @@ fn recurrent(
     fields: &Fields<'_>,
     architecture: Architecture,
     n_layers: usize,
+    norm_eps: f64,
 ) -> Result<Option<Recurrent>, ModelError> {
     let Some(recurs) = architecture.traits().recurs else { return Ok(None) };
     // Today's names first.
@@ -392,7 +395,7 @@ fn recurrent(
     }
     let taps = |key, default| Ok(fields.whole(key, 2..=causal_conv::MAX_TAPS as usize)?.unwrap_or(default));
     let mixer = match recurs {
-        Recurs::StateSpace => state_space(fields)?,
+        Recurs::StateSpace => state_space(fields, norm_eps)?,
         Recurs::Convolution => {
             Mixer::Convolution { taps: taps("conv_L_cache", 3)?, has_bias: fields.flag("conv_bias")?.unwrap_or(false) }
         }
@@ -417,7 +420,7 @@ fn recurrent(
 }
 
 /// A state space, as Granite's configuration has it.
-fn state_space(fields: &Fields<'_>) -> Result<Mixer, ModelError> {
+fn state_space(fields: &Fields<'_>, norm_eps: f64) -> Result<Mixer, ModelError> {
     let whole = |key, most, default| Ok::<_, ModelError>(fields.whole(key, 1..=most)?.unwrap_or(default));
     let hidden_size = fields.required_whole("hidden_size", 1..=MAX_HIDDEN)?;
     const HEADS: &str = "mamba_n_heads";
@@ -449,6 +452,7 @@ fn state_space(fields: &Fields<'_>) -> Result<Mixer, ModelError> {
         taps: fields.whole("mamba_d_conv", 2..=causal_conv::MAX_TAPS as usize)?.unwrap_or(4),
         conv_bias: fields.flag("mamba_conv_bias")?.unwrap_or(true),
         linear_bias: fields.flag("mamba_proj_bias")?.unwrap_or(false),
+        norm_eps,
     }))
 }
 

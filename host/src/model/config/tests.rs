@@ -553,11 +553,18 @@ fn some_layers_pass_states_on() {
 
     // State spaces, by today's names and by older ones.
     let granite = |change: Value| {
-        let sizes =
-            json!({ "mamba_n_heads": 8, "mamba_d_state": 16, "layer_types": ["linear_attention", "full_attention"] });
+        let sizes = json!({ "mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_d_state": 16, "layer_types": ["linear_attention", "full_attention"] });
         with(with(open("tiny-granite4"), &sizes), &change)
     };
-    let of_heads = StateSpace { heads: 8, head_dim: 32, state_dim: 16, taps: 4, conv_bias: true, linear_bias: false };
+    let of_heads = StateSpace {
+        heads: 8,
+        head_dim: 32,
+        state_dim: 16,
+        taps: 4,
+        conv_bias: true,
+        linear_bias: false,
+        norm_eps: 1e-5,
+    };
     let mixer = Mixer::StateSpace(of_heads);
     assert_eq!(decoder_of(&granite(json!({}))).recurrent, Some(Recurrent { mixer, layers: vec![true, false] }));
     let older =
