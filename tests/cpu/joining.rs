@@ -316,8 +316,13 @@ proptest! {
 
     /// Whoever comes and goes when, everyone gets what it gets alone, or the beginning of it where it was cancelled.
     #[test]
-    fn any_coming_and_going(deeds in deeds(), sequences in 1usize..4, threads in 1usize..4) {
-        let model = fixture("tiny-llama");
+    fn any_coming_and_going(
+        name in proptest::sample::select(vec!["tiny-llama", RECURRENT[0]]),
+        deeds in deeds(),
+        sequences in 1usize..4,
+        threads in 1usize..4,
+    ) {
+        let model = fixture(name);
         let mut single = Engine::new(&model, &config(Device::Cpu, None)).unwrap();
         let with = EngineConfig { threads: Some(threads), ..config(Device::Cpu, Some(sequences)) };
         let mut engine = Engine::new(&model, &with).unwrap();

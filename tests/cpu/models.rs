@@ -347,7 +347,7 @@ fn a_dropped_generation_stops_and_the_engine_goes_on() {
 #[test]
 fn synthetic_models_of_every_family_agree_with_the_reference() {
     let dir = tempfile::tempdir().unwrap();
-    for preset in ["tiny-odd"].into_iter().chain(MODELS) {
+    for preset in ["tiny-odd", "tiny-qwen3.5-moe"].into_iter().chain(MODELS) {
         let out = dir.path().join(preset);
         synth(SynthSource::Preset(preset), &out, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(()))
             .unwrap();

@@ -323,7 +323,7 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         ("tiny-qwen3.5",      Qwen35,  sizes(1024,         96,  208,    4, (4, 2),   32, true,    4_096, 1e6, None)
             .with_values(4)),
         ("tiny-qwen3.5-moe",  Qwen35Moe, sizes(1024,       96,   48,    2, (4, 2),   32, true,    4_096, 1e6, None)
-            .with_values(4).with_experts(6, 2, 48).with_shared(80)),
+            .with_values(4).with_experts(8, 2, 48).with_shared(80)),
         ("tiny-lfm2",         Lfm2,    sizes(1024,         96,  208,    3, (6, 2),   16, true,    4_096, 1e6, None)),
         // No size here is a multiple of what a vector, a tile or a page holds.
         ("tiny-odd",          Qwen3,   sizes(1009,        100,  273,    3, (5, 1),   20, false,   1_000, 1e4, None)),
