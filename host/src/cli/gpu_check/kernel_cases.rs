@@ -45,7 +45,8 @@ pub(super) const ROUNDED_TOLERANCE: f64 = 6e-2;
 const TWICE_ROUNDED_TOLERANCE: f64 = 1e-1;
 
 /// The same of a network whose fourth layer attends to a few of its own: of 40 rows the PTX is off by 1.0e-1, an H200 by 9.3e-2, PyTorch in bf16
-/// by 1.2e-1, and transformers in f32 by 6.7e-2 when nothing but what products read is rounded to bf16 (tests/peers/rounding.py).
+/// by 1.2e-1, and transformers in f32 by 6.7e-2 when nothing but what products read is rounded to bf16 (tests/peers/rounding.py). So does one with norms
+/// behind states (Qwen3.5's), of which that costs transformers 1.7e-2 to 1e-1 of a row's logits.
 const AMPLIFIED_TOLERANCE: f64 = 1.5e-1;
 
 /// The ways in which matrices are checked in fewer bits.
@@ -101,7 +102,7 @@ pub(super) struct Named {
 /// What is run with `preset`'s model; on a simulated GPU, of 4 SMs, less.
 pub(super) fn cases(preset: &str, is_simulated: bool) -> Vec<Case> {
     let whole = Network::Model { context: 128 };
-    let amplifies = preset == "tiny-modernbert";
+    let amplifies = ["tiny-modernbert", "tiny-qwen3.5"].contains(&preset);
     let case = |network, rows: usize, passes, look| Case { network, rows, passes, look, quantize: None, amplifies };
     let quantized = |rows: usize, passes, look| {
         FEWER_BITS.map(|how| Case { quantize: Some(how), ..case(whole, rows, passes, look) })
