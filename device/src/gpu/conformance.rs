@@ -805,7 +805,8 @@ fn recurrence(random: &mut Random, round: usize) {
 fn gated(random: &mut Random, round: usize) {
     let rows = [1, random.one_to(5)][round % 2];
     // Every fourth time a head alone, longer than the block.
-    let (heads, d) = if round.is_multiple_of(4) { (1, random.one_to(1000)) } else { (random.one_to(4), random.one_to(300)) };
+    let (heads, d) =
+        if round.is_multiple_of(4) { (1, random.one_to(1000)) } else { (random.one_to(4), random.one_to(300)) };
     let params = gated::Params { eps: 1e-5, is_silu: random.below(2), gates_first: random.below(2) };
     let mut case = Case::new::<Gated>(params);
     let dtype = random.dtype();
