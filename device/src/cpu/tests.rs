@@ -212,6 +212,16 @@ fn near(expected: f32, got: f32, tolerance: f32) -> bool {
     if expected.is_finite() { expected == got || (expected - got).abs() <= tolerance } else { !got.is_finite() }
 }
 
+/// Compares operand `i` of both runs: relative to its size and to 1, both within `tolerance` and a unit of its dtype.
+fn compare(isa: Isa, results: &[Vec<Memory>; 2], i: usize, tolerance: f32) -> Result<(), TestCaseError> {
+    let unit = unit(results[0][i].tensor().dtype());
+    for (at, (e, g)) in results[0][i].values().iter().zip(&results[1][i].values()).enumerate() {
+        let allowed = (tolerance + unit) * (e.abs() + 1.0);
+        prop_assert!(near(*e, *g, allowed), "{} at {at}: {g}, expected {e} +- {allowed}", isa.name());
+    }
+    Ok(())
+}
+
 /// `n` cases, or as many as the environment wants: an emulated processor takes its time.
 pub(crate) fn cases(n: u32) -> ProptestConfig {
     let wanted = std::env::var_os("PROPTEST_CASES").map(|_| ProptestConfig::default());
@@ -941,16 +951,6 @@ mod rowwise {
     use crate::kernels::rms_norm::{self, RmsNorm};
     use crate::kernels::rope::{self, Rope};
     use crate::kernels::select_row::{self, SelectRow};
-
-    /// Compares operand `i` of both runs: relative to its size and to 1, both within `tolerance` and a unit of its dtype.
-    fn compare(isa: Isa, results: &[Vec<Memory>; 2], i: usize, tolerance: f32) -> Result<(), TestCaseError> {
-        let unit = unit(results[0][i].tensor().dtype());
-        for (at, (e, g)) in results[0][i].values().iter().zip(&results[1][i].values()).enumerate() {
-            let allowed = (tolerance + unit) * (e.abs() + 1.0);
-            prop_assert!(near(*e, *g, allowed), "{} at {at}: {g}, expected {e} +- {allowed}", isa.name());
-        }
-        Ok(())
-    }
 
     /// Operand `i` of both runs is the same to the bit, or NaN in both.
     fn same(isa: Isa, results: &[Vec<Memory>; 2], i: usize) -> Result<(), TestCaseError> {

@@ -5,16 +5,6 @@ use crate::kernels::causal_conv::{self, CausalConv};
 use crate::kernels::gated::{self, Gated};
 use crate::kernels::recurrence::{self, Recurrence};
 
-/// Compares operand `i` of both runs: relative to its size and to 1, both within `tolerance` and a unit of its dtype.
-fn compare(isa: Isa, results: &[Vec<Memory>; 2], i: usize, tolerance: f32) -> Result<(), TestCaseError> {
-    let unit = unit(results[0][i].tensor().dtype());
-    for (at, (e, g)) in results[0][i].values().iter().zip(&results[1][i].values()).enumerate() {
-        let allowed = (tolerance + unit) * (e.abs() + 1.0);
-        prop_assert!(near(*e, *g, allowed), "{} at {at} of {i}: {g}, expected {e} +- {allowed}", isa.name());
-    }
-    Ok(())
-}
-
 /// What one pass over all rows leaves of each operand, and what passes over one row each leave. Those in `of_rows` have rows along their first
 /// dimension.
 fn in_turn<K: MacroKernel + Numbered>(
