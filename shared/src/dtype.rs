@@ -24,6 +24,9 @@ pub enum DType {
     Q8 = 8,
     /// One of 16 levels each, with a scale per 32: weight matrices only, whose rows are laid out as [`Q4`] says.
     Q4 = 9,
+    /// Microscaling FP4 of the Open Compute Project, MXFP4: numbers of 4 bits with a power of two for each 32 of a row. Weight matrices only, whose rows are
+    /// laid out as [`Q4`]'s, with other [levels](MX4_LEVELS).
+    Mx4 = 10,
 }
 
 /// How a row of weights in fewer bits is laid out: cache lines of elements, in groups that a cache line of their scales goes before. Line by line, a row is
@@ -76,6 +79,10 @@ pub const Q4_BLOCK: usize = 32;
 /// products of AVX2 need.
 pub const Q4_LEVELS: [i8; 16] = [-63, -49, -38, -29, -22, -15, -9, -4, 1, 6, 11, 17, 23, 31, 40, 55];
 
+/// What a scale is multiplied with in [`DType::Mx4`]: twice the values of E2M1, a sign, two bits of exponent and one of mantissa, which number them. So a
+/// scale is half of the block's power of two.
+pub const MX4_LEVELS: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+
 /// Where element `i` of a row in [`DType::Q4`] is: the offset of its byte, by how many bits that is shifted down, and the offset of its scale.
 #[inline]
 pub const fn q4_at(i: usize) -> (usize, u32, usize) {
@@ -87,14 +94,33 @@ pub const fn q4_at(i: usize) -> (usize, u32, usize) {
 
 impl DType {
     /// Every element type, in the order of their numbers.
-    pub const ALL: [DType; 9] =
-        [DType::F32, DType::Bf16, DType::F16, DType::I32, DType::U32, DType::U8, DType::I64, DType::Q8, DType::Q4];
+    pub const ALL: [DType; 10] = [
+        DType::F32,
+        DType::Bf16,
+        DType::F16,
+        DType::I32,
+        DType::U32,
+        DType::U8,
+        DType::I64,
+        DType::Q8,
+        DType::Q4,
+        DType::Mx4,
+    ];
 
     /// How its rows are laid out, if their elements have scales.
     pub const fn lines(self) -> Option<Lines> {
         match self {
             DType::Q8 => Some(Q8),
-            DType::Q4 => Some(Q4),
+            DType::Q4 | DType::Mx4 => Some(Q4),
+            _ => None,
+        }
+    }
+
+    /// What its numbers of four bits stand for, if it has such.
+    pub const fn levels(self) -> Option<&'static [i8; 16]> {
+        match self {
+            DType::Q4 => Some(&Q4_LEVELS),
+            DType::Mx4 => Some(&MX4_LEVELS),
             _ => None,
         }
     }
@@ -104,7 +130,7 @@ impl DType {
         match self {
             DType::F32 | DType::I32 | DType::U32 => 4,
             DType::Bf16 | DType::F16 => 2,
-            DType::U8 | DType::Q8 | DType::Q4 => 1,
+            DType::U8 | DType::Q8 | DType::Q4 | DType::Mx4 => 1,
             DType::I64 => 8,
         }
     }
@@ -135,6 +161,7 @@ impl DType {
             DType::I64 => "i64",
             DType::Q8 => "q8",
             DType::Q4 => "q4",
+            DType::Mx4 => "mxfp4",
         }
     }
 
@@ -187,5 +214,26 @@ mod tests {
         // The second line and the third, and their scales beside the first's.
         assert_eq!([128, 299].map(q4_at), [(128, 0, 8), (192 + 43, 0, 18)]);
         assert!(Q4_LEVELS.is_sorted() && Q4_LEVELS.iter().all(|level| (-63..=63).contains(level)));
+    }
+
+    #[test]
+    fn levels_of_microscaling_are_twice_the_numbers_of_its_bits() {
+        for (bits, level) in MX4_LEVELS.into_iter().enumerate() {
+            let (exponent, mantissa) = (bits as i32 >> 1 & 3, (bits & 1) as f32 / 2.0);
+            let value = if exponent == 0 { mantissa } else { (1.0 + mantissa) * (1 << (exponent - 1)) as f32 };
+            assert_eq!(f32::from(level), 2.0 * if bits & 8 == 0 { value } else { -value }, "{bits:04b}");
+        }
+        assert_eq!((DType::Mx4.lines(), DType::Mx4.name()), (Some(Q4), "mxfp4"));
+        // gpt-oss's: 22.5 lines, the scales of three groups.
+        assert_eq!(DType::Mx4.tensor_bytes(&[2, 2880]), 2 * (23 + 3) * 64);
+    }
+
+    #[test]
+    fn types_are_found_by_number_and_name() {
+        for dtype in DType::ALL {
+            assert_eq!((DType::from_u8(dtype as u8), DType::from_name(dtype.name())), (Some(dtype), Some(dtype)));
+            assert_eq!(dtype.levels().is_some(), dtype.lines() == Some(Q4));
+        }
+        assert_eq!(DType::from_u8(DType::ALL.len() as u8 + 1), None);
     }
 }
