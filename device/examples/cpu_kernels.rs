@@ -179,7 +179,7 @@ fn few() {
     let y = Memory::new(8 << 20, 0);
     let mut lines = Vec::new();
     for isa in Isa::available().iter().filter(|isa| **isa != Isa::PORTABLE) {
-        for dtype in [DType::Bf16, DType::Q8, DType::Q4] {
+        for dtype in [DType::Bf16, DType::Q8, DType::Q4, DType::Mx4] {
             for (k, rows) in [1024, 3072].into_iter().flat_map(|k| [1, 2, 4, 5, 6, 8, 12, 16].map(|rows| (k, rows))) {
                 let (weights, x, y) = (&weights, &x, &y);
                 let row_bytes = dtype.tensor_bytes(&[k]) as usize;

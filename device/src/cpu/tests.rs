@@ -79,8 +79,13 @@ impl Memory {
 
     /// A matrix of 4-bit weights: numbers of levels and scales by their own functions of (row, column) and (row, block). What lies beyond a row's
     /// last is the pattern of unwritten memory, but for the scales of whole blocks.
-    fn q4(n: usize, k: usize, level: impl Fn(usize, usize) -> u8, scale: impl Fn(usize, usize) -> f32) -> Memory {
-        Memory::in_lines(DType::Q4, [n, k], |r, row| {
+    fn fours(
+        dtype: DType,
+        [n, k]: [usize; 2],
+        level: impl Fn(usize, usize) -> u8,
+        scale: impl Fn(usize, usize) -> f32,
+    ) -> Memory {
+        Memory::in_lines(dtype, [n, k], |r, row| {
             for i in 0..k.next_multiple_of(Q4.elems) {
                 let (byte, shift, at) = dtype::q4_at(i);
                 if i < k {
@@ -242,6 +247,9 @@ fn dtypes() -> impl Strategy<Value = DType> {
     prop::sample::select(if HAS_F16 { &all[..] } else { &all[..2] })
 }
 
+/// Types of weights in fewer bits.
+const FEWER_BITS: [DType; 3] = [DType::Q8, DType::Q4, DType::Mx4];
+
 fn isas() -> impl Strategy<Value = Isa> {
     let all = Isa::available();
     // Interpreted tests are run once for each.
@@ -362,6 +370,54 @@ mod experts {
         }
     }
 
+    /// Activations and scales are such that in fewer bits nothing is rounded but sums.
+    #[test]
+    fn agree_with_their_reference_in_fewer_bits() {
+        let [experts, chosen, n, k] = [5, 3, 96, 352];
+        let whole = |extents: &[usize], of: usize| {
+            // A block's largest is 127 of 128.
+            let number = |i: usize| if i.is_multiple_of(Q4_BLOCK) { 127 } else { (37 * (i + of)) as i32 % 251 - 125 };
+            Memory::new(DType::F32, extents, 0, 1, |i| number(i) as f32 / 128.0)
+        };
+        for wd in FEWER_BITS {
+            let stack = |of: usize, [n, k]: [usize; 2]| {
+                let power = |r, b| [0.5, 1.0, 2.0, 0.25][(r + b + of) % 4];
+                let number = |r, i| (noise(of as u64, r * k + i).to_bits() >> 5) as u8;
+                let mut all = match wd {
+                    DType::Q8 => Memory::q8(experts * n, k, |r, i| number(r, i) as i8 / 2, |r, b| power(r, b) / 128.0),
+                    DType::Q4 => {
+                        Memory::fours(wd, [experts * n, k], |r, i| number(r, i) % 16, |r, b| power(r, b) / 64.0)
+                    }
+                    _ => Memory::fours(wd, [experts * n, k], |r, i| number(r, i) % 16, |r, b| power(r, b) / 8.0),
+                };
+                let row = all.operand.stride_elems[0];
+                let (extent, stride_elems) = ([experts as u32, n as u32, k as u32, 1], [n as u32 * row, row, 0, 0]);
+                all.operand = Operand { rank: 3, extent, stride_elems, ..all.operand };
+                all
+            };
+            for (isa, rows, order) in
+                Isa::available().iter().flat_map(|isa| [(isa, 1, 0), (isa, 7, 0), (isa, 7, 2), (isa, 7, 3)])
+            {
+                let logits = Memory::new(DType::F32, &[rows, experts], 0, 0, |i| noise(3, i));
+                let p = experts_up::Params { activation: Activation::Silu as u32, order, weighting: 1, eps: 0.0 };
+                let y = |extents: &[usize]| Memory::new(DType::F32, extents, 0, 1, |_| 77.0);
+                let [gate, up] = [1, 2].map(|of| stack(of, [n, k]));
+                let io = [whole(&[rows, k], 1), logits.clone(), gate, up, y(&[rows, chosen, n]), Memory::absent()];
+                let of_up = both::<ExpertsUp>(*isa, &p, &io, step(0, rows as u32), 0).map(|io| io[4].values());
+                let io = [whole(&[rows, chosen, n], 2), logits, stack(4, [k, n]), Memory::absent(), y(&[rows, k])];
+                let p = experts_down::Params { order };
+                let of_down = both::<ExpertsDown>(*isa, &p, &io, step(0, rows as u32), 0).map(|io| io[4].values());
+                for [expected, got] in [of_up, of_down] {
+                    let largest = expected.iter().fold(0.0f32, |a, b| a.max(b.abs()));
+                    assert!(largest > 1.0);
+                    for (e, g) in expected.iter().zip(got) {
+                        assert!(near(*e, g, 16.0 * ORDER * largest), "{wd} {} {order}: {g}, expected {e}", isa.name());
+                    }
+                }
+            }
+        }
+    }
+
     /// Matrices that lie apart are what they are one after the other.
     #[test]
     fn parts_may_lie_apart() {
@@ -467,7 +523,7 @@ mod linear {
     /// Whether x and w are rounded to bf16 and multiplied in pairs.
     fn is_in_pairs(isa: Isa, order: u32, x: &Memory, w: &Memory) -> bool {
         let is_for = match w.tensor().dtype() {
-            DType::Q8 | DType::Q4 => order >= Order::Prompt as u32,
+            DType::Q8 | DType::Q4 | DType::Mx4 => order >= Order::Prompt as u32,
             DType::Bf16 => order == Order::Rounded as u32,
             _ => false,
         };
@@ -568,7 +624,7 @@ mod linear {
         /// Bodies may keep activations in 15 bits of their block's largest, or 16, beside weights in 8, and in 8 beside such in 4.
         #[test]
         fn weights_in_few_bits_agree_with_their_reference(
-            isa in isas(), is_q4 in any::<bool>(), rows in 0..below(20, 3), n in 1..below(23, 6), k in 1..below(700, 150), gap in 0usize..9,
+            isa in isas(), wd in prop::sample::select(&FEWER_BITS[..]), rows in 0..below(20, 3), n in 1..below(23, 6), k in 1..below(700, 150), gap in 0usize..9,
             tiny in any::<bool>(), gated in any::<bool>(), order in 0u32..4, seed in any::<u64>(),
         ) {
             let (rows, n, k) = if order >= 2 { (below(3, 1) * rows, below(4, 2) * n, whole(isa, k)) } else { (rows, n, k) };
@@ -578,13 +634,14 @@ mod linear {
             let weights = |s: u64| {
                 let part = move |r: usize, i: usize| noise(seed ^ s, r * 10_000 + i);
                 let scale = move |r, b| 0.01 * (noise(seed ^ s ^ 1, r * 100 + b).abs() + 0.1);
-                match is_q4 {
-                    false => Memory::q8(n, k, |r, i| (127.0 * part(r, i)) as i8, scale),
-                    // Scales have signs.
-                    true => Memory::q4(n, k, |r, i| (7.999 * (1.0 + part(r, i))) as u8, |r, b| scale(r, b) * if b % 3 == 0 { -2.0 } else { 2.0 }),
+                if wd == DType::Q8 {
+                    return Memory::q8(n, k, |r, i| (127.0 * part(r, i)) as i8, scale);
                 }
+                // Scales have signs.
+                let signed = |r, b| scale(r, b) * if b % 3 == 0 { -2.0 } else { 2.0 };
+                Memory::fours(wd, [n, k], |r, i| (7.999 * (1.0 + part(r, i))) as u8, signed)
             };
-            let (block_elems, steps) = if is_q4 { (Q4_BLOCK, 254.0) } else { (Q8.elems, 16384.0) };
+            let (block_elems, steps) = if wd == DType::Q8 { (Q8.elems, 16384.0) } else { (Q4_BLOCK, 254.0) };
             let y = Memory::new(DType::F32, &[rows, n], gap, 0, |_| 77.0);
             let (w, up) = (weights(2), weights(4));
             let in_pairs = is_in_pairs(isa, order, &x, &w);
@@ -698,8 +755,10 @@ mod linear {
     #[test]
     fn activations_that_are_not_finite_show_through_few_bits() {
         let eight_bit = Memory::q8(5, 130, |r, i| (r + i) as i8 | 1, |_, _| 0.1);
-        let four_bit = Memory::q4(5, 130, |r, i| (r + i) as u8 % 16, |_, _| 0.1);
-        for (isa, w) in Isa::available().iter().flat_map(|isa| [(isa, &eight_bit), (isa, &four_bit)]) {
+        // In none is the bad one's weight zero.
+        let fours = |dtype| Memory::fours(dtype, [5, 130], |r, i| (r + i) as u8 % 16 | 1, |_, _| 0.1);
+        let all = [eight_bit, fours(DType::Q4), fours(DType::Mx4)];
+        for (isa, w) in Isa::available().iter().flat_map(|isa| all.iter().map(move |w| (isa, w))) {
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let x = Memory::new(DType::F32, &[1, 130], 0, 0, |i| if i == 77 { bad } else { 0.5 });
                 let w = w.clone();
@@ -721,7 +780,7 @@ mod linear {
     #[test]
     fn bits_do_not_depend_on_how_the_work_is_cut() {
         for isa in Isa::available() {
-            let weights = [DType::Bf16, DType::F16, DType::F32, DType::Q8, DType::Q4];
+            let weights = [DType::Bf16, DType::F16, DType::F32, DType::Q8, DType::Q4, DType::Mx4];
             for (dtype, order) in weights.into_iter().flat_map(|dtype| [0, 1, 2, 3].map(|order| (dtype, order))) {
                 // A pass of one row is computed as decode does, and one of few without splitting weights.
                 let few = match (order, dtype) {
@@ -739,9 +798,9 @@ mod linear {
                             |r, i| (127.0 * noise(2, (first + r) * k + i)) as i8,
                             |r, _| (first + r) as f32,
                         ),
-                        DType::Q4 => Memory::q4(
-                            n,
-                            k,
+                        DType::Q4 | DType::Mx4 => Memory::fours(
+                            dtype,
+                            [n, k],
                             |r, i| (7.999 * (1.0 + noise(2, (first + r) * k + i))) as u8,
                             |r, b| (first + r + b) as f32,
                         ),

@@ -1,7 +1,8 @@
 //! AVX2 with FMA and F16C: eight lanes, sixteen registers.
 
-use super::{Dot, F16, F32, Leaf, Simd, Widen, add_products, each, load_up_to, tiles_from, to_whole};
+use super::{Dot, F16, F32, Leaf, Simd, Table, UP, Widen, add_products, each, load_up_to, tiles_from, to_whole};
 use core::arch::{asm, x86_64::*};
+use core::marker::PhantomData;
 use perpetua_shared::dtype::{self, Lines};
 
 /// See the module head.
@@ -317,20 +318,7 @@ widened! {
 ///
 /// A packed line, 512 bytes of which 272 are used: signed bytes [128]; for each block per lane what moving the levels up added, negative
 /// [4][8 i32]; the blocks' scales [4 f32].
-pub(crate) struct Levels;
-
-/// By how much levels are moved up, so that they have no sign.
-pub(super) const UP: i8 = 64;
-
-/// All levels, moved up.
-pub(super) const LEVELS_UP: [i8; 16] = {
-    let (mut up, mut i) = (dtype::Q4_LEVELS, 0);
-    while i < 16 {
-        up[i] += UP;
-        i += 1;
-    }
-    up
-};
+pub(crate) struct Levels<T>(PhantomData<T>);
 
 /// Sums of four products of unsigned bytes below 128 with signed ones a lane.
 #[inline(always)]
@@ -339,7 +327,7 @@ unsafe fn dot_bytes(unsigned: __m256i, signed: __m256i) -> __m256i {
     unsafe { _mm256_madd_epi16(_mm256_maddubs_epi16(unsigned, signed), _mm256_set1_epi16(1)) }
 }
 
-impl Dot<Avx2> for Levels {
+impl<T: Table> Dot<Avx2> for Levels<T> {
     type Elem = u8;
     const CHUNK: usize = dtype::Q4.elems;
     const LINES: Option<Lines> = Some(dtype::Q4);
@@ -384,7 +372,7 @@ impl Dot<Avx2> for Levels {
         // SAFETY: rows are whole lines with their scales; packed lines are as `pack` wrote them.
         unsafe {
             let [bytes, scales] = dtype::Q4.at(c);
-            let levels = _mm256_broadcastsi128_si256(_mm_loadu_si128(LEVELS_UP.as_ptr().cast()));
+            let levels = _mm256_broadcastsi128_si256(_mm_loadu_si128(T::MOVED_UP.as_ptr().cast()));
             let nibble = _mm256_set1_epi8(15);
             let packed = |m: usize| x.add((c * M + m) * dtype::Q4.elems);
             // A line's four scales times those of its activations, in both halves.

@@ -1,8 +1,10 @@
 //! AVX-512: sixteen lanes, thirty-two registers, masks for tails.
 
-use super::avx2::{LEVELS_UP, UP};
-use super::{Dot, F32, Leaf, Q4, Q8, Simd, Storage, Widen, add_products, each, load_up_to, tiles_from, to_whole};
+use super::{
+    Dot, F32, Fours, Leaf, Q8, Simd, Storage, Table, UP, Widen, add_products, each, load_up_to, tiles_from, to_whole,
+};
 use core::arch::{asm, x86_64::*};
+use core::marker::PhantomData;
 use perpetua_shared::dtype::{self, Lines};
 
 /// AVX-512 F, BW, VL and DQ.
@@ -731,9 +733,12 @@ unsafe fn tile_words<const M: usize>(
 ///
 /// A packed line, 384 bytes: signed bytes of both halves [2][64]; per lane what moving the levels up added, negative
 /// [2][16 i32]; the scale of each lane's block [2][16 f32].
-pub(crate) struct Levels<const HAS_VNNI: bool>;
+pub(crate) struct Levels<T, const HAS_VNNI: bool>(PhantomData<T>);
 
-impl<const HAS_VNNI: bool> Levels<HAS_VNNI> {
+/// f32 of that.
+const LEVELS_ROOM: usize = 96;
+
+impl<T, const HAS_VNNI: bool> Levels<T, HAS_VNNI> {
     /// to + sums of four products of levels moved up with signed bytes a lane.
     #[inline(always)]
     unsafe fn dot_bytes(to: __m512i, levels: __m512i, signed: __m512i) -> __m512i {
@@ -748,15 +753,15 @@ impl<const HAS_VNNI: bool> Levels<HAS_VNNI> {
     }
 }
 
-impl<const HAS_VNNI: bool> Dot<Avx512> for Levels<HAS_VNNI> {
+impl<T: Table, const HAS_VNNI: bool> Dot<Avx512> for Levels<T, HAS_VNNI> {
     type Elem = u8;
     const CHUNK: usize = dtype::Q4.elems;
-    const ROOM: usize = 96;
+    const ROOM: usize = LEVELS_ROOM;
     const LINES: Option<Lines> = Some(dtype::Q4);
     const TILE_COLS: usize = 4;
 
     #[inline(always)]
-    unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
+    unsafe fn call<L: Leaf>(leaf: L) -> L::Output {
         // SAFETY: the set exists (the level's contract).
         unsafe { if HAS_VNNI { super::with_avx512_vnni(leaf) } else { super::with_avx512(leaf) } }
     }
@@ -800,7 +805,7 @@ impl<const HAS_VNNI: bool> Dot<Avx512> for Levels<HAS_VNNI> {
         // SAFETY: rows are whole lines with their scales; packed lines are as `pack` wrote them.
         unsafe {
             let [bytes, scales] = dtype::Q4.at(c);
-            let levels = _mm512_broadcast_i32x4(_mm_loadu_si128(LEVELS_UP.as_ptr().cast()));
+            let levels = _mm512_broadcast_i32x4(_mm_loadu_si128(T::MOVED_UP.as_ptr().cast()));
             let nibble = _mm512_set1_epi8(15);
             let mut half = 0;
             while half < 2 {
@@ -842,7 +847,7 @@ impl<const HAS_VNNI: bool> Dot<Avx512> for Levels<HAS_VNNI> {
         sums: &mut [[__m512; M]; 4],
     ) {
         // SAFETY: the set exists (trait contract), with VNNI (above); the caller's promises are the same.
-        unsafe { tile_levels(w, by, x, chunks, sums) }
+        unsafe { tile_levels(&T::MOVED_UP, w, by, x, chunks, sums) }
     }
 }
 
@@ -913,6 +918,7 @@ macro_rules! levels {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn tile_levels<const M: usize>(
+    levels: &[i8; 16],
     w: [*const u8; 4],
     by: usize,
     x: *const f32,
@@ -920,14 +926,14 @@ unsafe fn tile_levels<const M: usize>(
     sums: &mut [[__m512; M]; 4],
 ) {
     // SAFETY: sixteen bytes of the table.
-    let table = unsafe { _mm512_broadcast_i32x4(_mm_loadu_si128(LEVELS_UP.as_ptr().cast())) };
+    let table = unsafe { _mm512_broadcast_i32x4(_mm_loadu_si128(levels.as_ptr().cast())) };
     let constants = [table, _mm512_set1_epi8(15), spread(0), spread(1)];
     let mut all = [_mm512_setzero_ps(); 16];
     for (all, sums) in all.chunks_exact_mut(4).zip(sums.iter()) {
         all[..M].copy_from_slice(sums);
     }
     for Group { before, n, first, scales } in groups(dtype::Q4, w, by, chunks) {
-        let x = x.wrapping_add(before * M * Levels::<true>::ROOM);
+        let x = x.wrapping_add(before * M * LEVELS_ROOM);
         // SAFETY: the lines are readable, and their scales (caller); prefetches may be of any address.
         unsafe {
             match M {
@@ -996,7 +1002,7 @@ impl Widened for Q8 {
     }
 }
 
-impl Widened for Q4 {
+impl<T: Table> Widened for Fours<T> {
     type Elem = u8;
     const STEP_BYTES: usize = STEP / 2;
     #[inline(always)]
@@ -1007,7 +1013,7 @@ impl Widened for Q4 {
         unsafe {
             let bytes = _mm256_loadu_si256(row.add(byte).cast());
             let numbers = if shift == 0 { bytes } else { _mm256_srli_epi16::<4>(bytes) };
-            let levels = _mm256_broadcastsi128_si256(_mm_loadu_si128(dtype::Q4_LEVELS.as_ptr().cast()));
+            let levels = _mm256_broadcastsi128_si256(_mm_loadu_si128(T::LEVELS.as_ptr().cast()));
             let levels = _mm256_shuffle_epi8(levels, _mm256_and_si256(numbers, _mm256_set1_epi8(15)));
             let scale = Avx512::splat(super::bf16_to_f32(*row.add(scale).cast::<u16>()));
             let times_scale = |levels| _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(levels)), scale);

@@ -24,6 +24,7 @@ mod vecmath;
 pub(crate) use avx512::{Avx512 as Vectors, BrainRow, Pairs, STEP, Widened, brains};
 pub(crate) use vecmath::{activate, exp, gated};
 
+use core::marker::PhantomData;
 use perpetua_shared::dtype::{self, Lines};
 use std::sync::OnceLock;
 
@@ -73,19 +74,19 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn largest(v: Self::F) -> f32;
     /// Asks for the cache line at `p`; any address will do.
     unsafe fn prefetch(p: *const u8);
-    /// The levels of a line of [`dtype::Q4`], in the order of its elements.
+    /// The levels of a line of [`dtype::Q4`], in the order of its elements, as `table` has them.
     ///
     /// # Safety
     /// The 64 bytes of the line are readable.
     #[inline(always)]
-    unsafe fn levels(line: *const u8) -> [i8; dtype::Q4.elems] {
+    unsafe fn levels(table: &[i8; 16], line: *const u8) -> [i8; dtype::Q4.elems] {
         let mut levels = [0; dtype::Q4.elems];
         let half = dtype::Q4.elems / 2;
         let mut i = 0;
         while i < half {
             // SAFETY: inside the line (caller).
             let byte = usize::from(unsafe { *line.add(i) });
-            (levels[i], levels[half + i]) = (dtype::Q4_LEVELS[byte & 15], dtype::Q4_LEVELS[byte >> 4]);
+            (levels[i], levels[half + i]) = (table[byte & 15], table[byte >> 4]);
             i += 1;
         }
         levels
@@ -318,7 +319,7 @@ unsafe fn add_products<S: Simd, const R: usize, const M: usize>(
 }
 
 /// Weights widened to f32 on load; activations in f32.
-pub(crate) struct Widen<E>(core::marker::PhantomData<E>);
+pub(crate) struct Widen<E>(PhantomData<E>);
 /// Storage marker: bf16.
 pub(crate) struct Bf16;
 /// Storage marker: f16.
@@ -402,8 +403,47 @@ fn each<T: Copy, const R: usize>(f: impl Fn(usize) -> T) -> [T; R] {
 /// summed unscaled, which spares a multiplication a weight at the price of a second set of sums.
 pub(crate) struct Q8;
 
-/// 4-bit weights ([`DType::Q4`](perpetua_shared::DType::Q4)); activations in f32. A step is a line, in blocks as [`Q8`] has them.
+/// 4-bit weights, whose levels are those of `T`; activations in f32. A step is a line, in blocks as [`Q8`] has them.
+pub(crate) struct Fours<T>(PhantomData<T>);
+
+/// What the numbers of a type of 4-bit weights stand for.
+pub(crate) trait Table: 'static {
+    /// At most 63 either way: two products of such a number, moved up by 64, with a signed byte fit 16 bits.
+    const LEVELS: [i8; 16];
+    /// They, moved up so that they have no sign.
+    #[cfg(target_arch = "x86_64")]
+    const MOVED_UP: [i8; 16] = moved_up(Self::LEVELS);
+}
+
+/// [`DType::Q4`](perpetua_shared::DType::Q4)'s.
 pub(crate) struct Q4;
+
+impl Table for Q4 {
+    const LEVELS: [i8; 16] = dtype::Q4_LEVELS;
+}
+
+/// [`DType::Mx4`](perpetua_shared::DType::Mx4)'s.
+pub(crate) struct Mx4;
+
+impl Table for Mx4 {
+    const LEVELS: [i8; 16] = dtype::MX4_LEVELS;
+}
+
+/// By how much.
+#[cfg(target_arch = "x86_64")]
+const UP: i8 = 64;
+
+/// All of `levels`, moved up.
+#[cfg(target_arch = "x86_64")]
+const fn moved_up(levels: [i8; 16]) -> [i8; 16] {
+    let (mut up, mut i) = (levels, 0);
+    while i < 16 {
+        assert!(-63 <= levels[i] && levels[i] <= 63);
+        up[i] += UP;
+        i += 1;
+    }
+    up
+}
 
 impl<S: Simd> Dot<S> for Q8 {
     type Elem = i8;
@@ -435,7 +475,7 @@ impl<S: Simd> Dot<S> for Q8 {
     }
 }
 
-impl<S: Simd> Dot<S> for Q4 {
+impl<S: Simd, T: Table> Dot<S> for Fours<T> {
     type Elem = u8;
     const CHUNK: usize = dtype::Q4.elems;
     const LINES: Option<Lines> = Some(dtype::Q4);
@@ -457,7 +497,7 @@ impl<S: Simd> Dot<S> for Q4 {
         // SAFETY: rows are whole lines with their scales, those of blocks beyond the last zero.
         unsafe {
             let [bytes, scales] = dtype::Q4.at(c);
-            let levels = each::<_, R>(|r| S::levels(w[r].add(bytes)));
+            let levels = each::<_, R>(|r| S::levels(&T::LEVELS, w[r].add(bytes)));
             let x = x.add(c * M * dtype::Q4.elems);
             let mut block = 0;
             while block * dtype::Q4_BLOCK < dtype::Q4.elems {
@@ -553,7 +593,7 @@ pub(crate) trait Level: 'static {
     /// 8-bit weights.
     type Q8: Dot<Self::S, Elem = i8>;
     /// 4-bit weights.
-    type Q4: Dot<Self::S, Elem = u8>;
+    type Fours<T: Table>: Dot<Self::S, Elem = u8>;
 }
 
 macro_rules! widening_level {
@@ -567,7 +607,7 @@ macro_rules! widening_level {
             type F16 = Widen<F16>;
             type F32 = Widen<F32>;
             type Q8 = Q8;
-            type Q4 = Q4;
+            type Fours<T: Table> = Fours<T>;
         }
     )* };
 }
@@ -589,7 +629,7 @@ impl Level for NeonDotprod {
     type F16 = Widen<F16>;
     type F32 = Widen<F32>;
     type Q8 = neon::Bytes;
-    type Q4 = neon::Levels;
+    type Fours<T: Table> = neon::Levels<T>;
 }
 
 /// AVX2 with FMA and F16C.
@@ -602,7 +642,7 @@ impl Level for Avx2 {
     type F16 = avx2::Half;
     type F32 = avx2::Whole;
     type Q8 = Q8;
-    type Q4 = avx2::Levels;
+    type Fours<T: Table> = avx2::Levels<T>;
 }
 
 /// AVX-512.
@@ -615,7 +655,7 @@ impl Level for Avx512 {
     type F16 = Widen<F16>;
     type F32 = avx512::Whole;
     type Q8 = Q8;
-    type Q4 = avx512::Levels<false>;
+    type Fours<T: Table> = avx512::Levels<T, false>;
 }
 
 /// AVX-512 with its dot product of bytes.
@@ -628,7 +668,7 @@ impl Level for Avx512Vnni {
     type F16 = Widen<F16>;
     type F32 = avx512::Whole;
     type Q8 = avx512::Words;
-    type Q4 = avx512::Levels<true>;
+    type Fours<T: Table> = avx512::Levels<T, true>;
 }
 
 /// Work that runs on any level: it touches no vectors itself but calls [`Leaf`]s through [`Simd::call`] or

@@ -1,7 +1,8 @@
 //! NEON: four lanes, thirty-two registers.
 
-use super::{Dot, Leaf, Simd, each, load_up_to, to_whole};
+use super::{Dot, Leaf, Simd, Table, each, load_up_to, to_whole};
 use core::arch::{aarch64::*, asm};
+use core::marker::PhantomData;
 use perpetua_shared::dtype::{self, Lines};
 
 /// See the module head.
@@ -104,14 +105,14 @@ impl Simd for Neon {
         unsafe { vmaxvq_f32(vbslq_f32(vceqq_f32(v, v), v, vdupq_n_f32(f32::NEG_INFINITY))) }
     }
     #[inline(always)]
-    unsafe fn levels(line: *const u8) -> [i8; dtype::Q4.elems] {
+    unsafe fn levels(table: &[i8; 16], line: *const u8) -> [i8; dtype::Q4.elems] {
         let mut levels = [0; dtype::Q4.elems];
         let half = dtype::Q4.elems / 2;
         let mut i = 0;
         while i < half {
             // SAFETY: inside the line (caller), and the levels.
             unsafe {
-                let (table, bytes) = (vld1q_s8(dtype::Q4_LEVELS.as_ptr()), vld1q_u8(line.add(i)));
+                let (table, bytes) = (vld1q_s8(table.as_ptr()), vld1q_u8(line.add(i)));
                 let low = vqtbl1q_s8(table, vandq_u8(bytes, vdupq_n_u8(15)));
                 let high = vqtbl1q_s8(table, vshrq_n_u8::<4>(bytes));
                 vst1q_s8(levels.as_mut_ptr().add(i), low);
@@ -284,16 +285,16 @@ impl Dot<Neon> for Bytes {
 ///
 /// PERF: a line of four rows times one of activations is 197 instructions; widened it is 32 times 24, and what makes levels of bytes (counted as
 /// [`Bytes`]'s).
-pub(crate) struct Levels;
+pub(crate) struct Levels<T>(PhantomData<T>);
 
-impl Dot<Neon> for Levels {
+impl<T: Table> Dot<Neon> for Levels<T> {
     type Elem = u8;
     const CHUNK: usize = dtype::Q4.elems;
     const LINES: Option<Lines> = Some(dtype::Q4);
     const TILE_COLS: usize = 2;
 
     #[inline(always)]
-    unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
+    unsafe fn call<L: Leaf>(leaf: L) -> L::Output {
         // SAFETY: the set exists (the level's contract).
         unsafe { super::with_neon_dotprod(leaf) }
     }
@@ -326,7 +327,7 @@ impl Dot<Neon> for Levels {
         // SAFETY: rows are whole lines with their scales; packed lines are as `pack` wrote them.
         unsafe {
             let [bytes, scales] = dtype::Q4.at(c);
-            let levels = vld1q_s8(dtype::Q4_LEVELS.as_ptr());
+            let levels = vld1q_s8(T::LEVELS.as_ptr());
             let packed = |m: usize| x.add((c * M + m) * dtype::Q4.elems);
             // A line's four scales times those of its activations.
             let factors = each::<_, R>(|r| {

@@ -7,7 +7,7 @@
 use super::Memory;
 use crate::cpu::amx::{self, Amx, Config, InPlace, InTerms, Source, Tiles, Unit};
 use crate::cpu::outer::Products;
-use crate::cpu::simd::{F16, F32, Q4, Q8, Vectors};
+use crate::cpu::simd::{F16, F32, Fours, Mx4, Q4, Q8, Vectors};
 use half::bf16;
 use perpetua_shared::DType;
 use perpetua_shared::dtype;
@@ -214,7 +214,11 @@ fn every_product_of_terms_counts() {
             let large: Vec<u8> = levels(scale(r, i / dtype::Q4_BLOCK), sign(i)).collect();
             large[(7 * r + i) % large.len()]
         };
-        let four_bit = Memory::q4(n, k, level, scale);
-        check::<InTerms<Q4>>("q4", &four_bit, dtype::Q4.row_bytes(k), rows, off(-15, k));
+        let four_bit = Memory::fours(DType::Q4, [n, k], level, scale);
+        check::<InTerms<Fours<Q4>>>("q4", &four_bit, dtype::Q4.row_bytes(k), rows, off(-15, k));
+        // Exact in the first term, with either sign.
+        let level = |r: usize, i: usize| (7 * r + i) as u8 % 7 + if sign(i) < 0.0 { 9 } else { 1 };
+        let exact = Memory::fours(DType::Mx4, [n, k], level, |r, b| [0.5, 2.0, 0.125][(r + b) % 3]);
+        check::<InTerms<Fours<Mx4>>>("mxfp4", &exact, dtype::Q4.row_bytes(k), rows, off(-17, k));
     }
 }

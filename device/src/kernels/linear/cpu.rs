@@ -10,7 +10,7 @@ use super::*;
 use crate::cpu::gemm::{self, InPlace, Supply, Weights};
 use crate::cpu::outer::{self, Outer, Products};
 use crate::cpu::rows::{self, Row};
-use crate::cpu::simd::{Body, Leaf, Level, Simd, activate};
+use crate::cpu::simd::{Body, Leaf, Level, Mx4, Q4, Simd, activate};
 use crate::io::Tensor;
 use core::marker::PhantomData;
 use perpetua_shared::DType;
@@ -57,7 +57,7 @@ impl By {
         if x.extent(0) >= 2
             && scratch.isa.multiplies_pairs()
             && match w.dtype() {
-                DType::Q8 | DType::Q4 => matches!(order, Order::Prompt | Order::Rounded),
+                DType::Q8 | DType::Q4 | DType::Mx4 => matches!(order, Order::Prompt | Order::Rounded),
                 DType::Bf16 => order == Order::Rounded,
                 _ => false,
             }
@@ -90,12 +90,13 @@ pub(in crate::kernels) trait Supplied: Sized {
     #[cfg(target_arch = "x86_64")]
     unsafe fn in_pairs(self, dtype: DType) {
         use crate::cpu::gemm::AsPairs;
-        use crate::cpu::simd::{Pairs, Q4, Q8, Vectors};
+        use crate::cpu::simd::{Fours, Pairs, Q8, Vectors};
         // SAFETY: the caller's promise.
         unsafe {
             match dtype {
                 DType::Q8 => self.supplied::<Vectors, AsPairs<Q8>>(),
-                DType::Q4 => self.supplied::<Vectors, AsPairs<Q4>>(),
+                DType::Q4 => self.supplied::<Vectors, AsPairs<Fours<Q4>>>(),
+                DType::Mx4 => self.supplied::<Vectors, AsPairs<Fours<Mx4>>>(),
                 _ => self.supplied::<Vectors, InPlace<Pairs>>(),
             }
         }
@@ -115,14 +116,15 @@ pub(in crate::kernels) trait InPanels: Sized {
     #[cfg(target_arch = "x86_64")]
     unsafe fn in_tiles<S: Simd>(self, dtype: DType) {
         use crate::cpu::amx::{InPlace, InTerms, Tiles};
-        use crate::cpu::simd::{F16, F32, Q4, Q8};
+        use crate::cpu::simd::{F16, F32, Fours, Q8};
         // SAFETY: the caller's promise.
         unsafe {
             match dtype {
                 DType::Bf16 => self.in_panels::<S, Tiles<InPlace>>(),
                 DType::F16 => self.in_panels::<S, Tiles<InTerms<F16>>>(),
                 DType::Q8 => self.in_panels::<S, Tiles<InTerms<Q8>>>(),
-                DType::Q4 => self.in_panels::<S, Tiles<InTerms<Q4>>>(),
+                DType::Q4 => self.in_panels::<S, Tiles<InTerms<Fours<Q4>>>>(),
+                DType::Mx4 => self.in_panels::<S, Tiles<InTerms<Fours<Mx4>>>>(),
                 _ => self.in_panels::<S, Tiles<InTerms<F32>>>(),
             }
         }
@@ -145,7 +147,8 @@ pub(in crate::kernels) unsafe fn form<L: Level>(products: impl InPanels + Suppli
             (By::Lanes, DType::Bf16) => products.supplied::<L::S, InPlace<L::Bf16>>(),
             (By::Lanes, DType::F16) => products.supplied::<L::S, InPlace<L::F16>>(),
             (By::Lanes, DType::Q8) => products.supplied::<L::S, InPlace<L::Q8>>(),
-            (By::Lanes, DType::Q4) => products.supplied::<L::S, InPlace<L::Q4>>(),
+            (By::Lanes, DType::Q4) => products.supplied::<L::S, InPlace<L::Fours<Q4>>>(),
+            (By::Lanes, DType::Mx4) => products.supplied::<L::S, InPlace<L::Fours<Mx4>>>(),
             (By::Lanes, _) => products.supplied::<L::S, InPlace<L::F32>>(),
         }
     }
