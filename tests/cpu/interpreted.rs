@@ -417,9 +417,13 @@ fn rows_of_an_expert_are_products_of_warpgroups() {
     }
     // Columns that no part is full of, in a few parts of each expert.
     let [rows, k, n] = [150, 136, 72];
-    for (experts, chosen, shift, dtype) in
-        [(6, 2, 0.0, DType::Bf16), (3, 1, 9.0, DType::Bf16), (6, 2, 0.0, DType::Q8), (3, 1, 9.0, DType::Q4)]
-    {
+    for (experts, chosen, shift, dtype) in [
+        (6, 2, 0.0, DType::Bf16),
+        (3, 1, 9.0, DType::Bf16),
+        (6, 2, 0.0, DType::Q8),
+        (3, 1, 9.0, DType::Q4),
+        (6, 2, 0.0, DType::Mx4),
+    ] {
         let mut graph = KernelGraph::with_rows(rows as u32);
         let x = graph.input("x", &[rows, k], DType::F32).expect("an input");
         let logits = graph.view(x, 0, &[rows, experts], &[k, 1]).expect("a view");
@@ -493,7 +497,12 @@ fn in_bytes(dtype: DType, [n, k]: [usize; 2], value: impl Fn(usize) -> f32) -> V
             } else {
                 let (byte, shift, scale) = q4_at(i);
                 row[byte] |= (((value * 35.0) as i32 + 8) as u8 & 15) << shift;
-                row[scale..][..2].copy_from_slice(&half::bf16::from_f32(0.002 + 1e-4 * (i / 32) as f32).to_ne_bytes());
+                let of = if dtype == DType::Mx4 {
+                    2f32.powi(-6 - (i / 32 % 3) as i32)
+                } else {
+                    0.002 + 1e-4 * (i / 32) as f32
+                };
+                row[scale..][..2].copy_from_slice(&half::bf16::from_f32(of).to_ne_bytes());
             }
         }
     }

@@ -24,6 +24,9 @@ use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::task::Operand;
 use perpetua_shared::{BindingId, DType, DataOp, Fault, FaultCode, PrefetchOp, Step, TaskDesc, TaskFlags, flag};
 
+/// Types of weights in fewer bits.
+const FEWER_BITS: [DType; 3] = [DType::Q8, DType::Q4, DType::Mx4];
+
 /// SplitMix64.
 struct Random(u64);
 
@@ -215,7 +218,11 @@ impl Case {
                 } else {
                     row[at..at + 64].fill_with(|| random.below(256) as u8);
                     for block in 0..4 {
-                        let scale = if block * Q4_BLOCK < here { random.float() / 256.0 } else { 0.0 };
+                        let scale = match dtype {
+                            _ if block * Q4_BLOCK >= here => 0.0,
+                            DType::Mx4 => 2f32.powi(-5 - random.below(6) as i32),
+                            _ => random.float() / 256.0,
+                        };
                         row[scales + 2 * block..][..2].copy_from_slice(&half::bf16::from_f32(scale).to_le_bytes());
                     }
                 }
@@ -944,7 +951,7 @@ fn eight_linear(random: &mut Random, round: usize) {
     judge_tiled(random, DType::Q8, [n, k], tile, round / 8 % 2 == 1, &[96, 224, 32]);
 }
 
-/// As [`eight_linear`], in 4 bits, of lines of 128.
+/// As [`eight_linear`], in 4 bits, of lines of 128; now and then of the type that is experts' alone.
 fn four_linear(random: &mut Random, round: usize) {
     let k = match round % 8 {
         0 => 128 * random.one_to(110),
@@ -955,13 +962,14 @@ fn four_linear(random: &mut Random, round: usize) {
     };
     let n = random.one_to(if k > 2000 { 40 } else { 200 });
     let tile = DType::Q4.tensor_bytes(&[k as usize]) as u32 * random.one_to(20);
-    judge_tiled(random, DType::Q4, [n, k], tile, round / 8 % 2 == 1, &[96, 224, 32]);
+    let weights = if random.below(5) == 0 { DType::Mx4 } else { DType::Q4 };
+    judge_tiled(random, weights, [n, k], tile, round / 8 % 2 == 1, &[96, 224, 32]);
 }
 
 /// Several rows, and one whose weights no loader brings.
 fn packed_linear_of_rows(random: &mut Random, round: usize) {
-    let weights = [DType::Q8, DType::Q4][round % 2];
-    let rows = if (round / 2).is_multiple_of(4) { 1 } else { random.one_to(40) };
+    let weights = FEWER_BITS[round % 3];
+    let rows = if (round / 3).is_multiple_of(4) { 1 } else { random.one_to(40) };
     let (n, k) = (random.one_to(60), random.one_to(400));
     let gated = random.flip();
     let mut case = if gated {
@@ -1190,7 +1198,7 @@ fn wide_linear(random: &mut Random, round: usize) {
 fn warpgroup_linear(random: &mut Random, round: usize) {
     let (rows, n) = (1 + random.one_to([40, 120, 200, 14][round % 4]), random.one_to([150, 40, 150, 14][round % 4]));
     let k = 8 * random.one_to([12, 70][round / 2 % 2]);
-    let weights = [DType::Bf16, DType::Q8, DType::Q4][random.below(3) as usize];
+    let weights = [DType::Bf16, DType::Q8, DType::Q4, DType::Mx4][random.below(4) as usize];
     let begin = |case: &mut Case, random: &mut Random, n_weights: u32| {
         (case.tile_bytes, case.threads, case.tolerance) = (TILE_BYTES, &[224, 160, 192], 2e-3);
         case.push_carried(random, DType::Bf16, rows, k);
@@ -1810,11 +1818,17 @@ fn experts(random: &mut Random, round: usize) {
 
 /// The same with weights in fewer bits, whole units of them and parts; x staged or not.
 fn experts_in_fewer_bits(random: &mut Random, round: usize) {
-    let weights = [DType::Q8, DType::Q4][round % 2];
-    let rows = if (round / 2).is_multiple_of(3) { random.one_to(4) } else { 1 };
+    let weights = FEWER_BITS[round % 3];
+    let rows = if (round / 3).is_multiple_of(3) { random.one_to(4) } else { 1 };
     let experts = [1, 3, 8][random.below(3) as usize];
     let chosen = random.one_to(experts);
-    let (n, k) = (random.one_to(9), if random.flip() { 128 * random.one_to(12) } else { random.one_to(1500) });
+    let n = random.one_to(9);
+    let k = match random.below(4) {
+        0 => random.one_to(1500),
+        1 => 128 * random.one_to(12),
+        2 => 8 * random.one_to(100),
+        _ => 32 * random.one_to(100),
+    };
     let logits =
         |case: &mut Case, random: &mut Random| case.push(random, DType::F32, &[rows, experts], |r| 3.0 * r.float());
     let params = experts_up::Params { activation: random.below(5), order: 0, eps: 1e-5, weighting: random.below(3) };
@@ -1832,7 +1846,7 @@ fn experts_in_fewer_bits(random: &mut Random, round: usize) {
 
     let mut case = Case::new::<ExpertsDown>(experts_down::Params { order: 0 });
     // Long ones are several groups.
-    let k = if random.below(3) == 0 { 128 * (20 + random.below(60)) } else { k };
+    let k = if random.below(3) == 0 { 32 * (80 + random.below(240)) } else { k };
     let n = if k > 2000 { n } else { n * random.one_to(8) };
     let (dtype, is_whole) = if random.below(4) > 0 { (DType::F32, true) } else { (random.dtype(), false) };
     case.push_placed(random, dtype, &[rows, chosen, k], Random::float, is_whole);
@@ -1842,6 +1856,41 @@ fn experts_in_fewer_bits(random: &mut Random, round: usize) {
     case.push(random, DType::F32, &[rows, n], |_| 7.0);
     case.step.rows = random.one_to(rows + 1);
     case.judge("experts_down with weights in fewer bits");
+}
+
+/// Rows of no whole lines are read by units, as those of whole ones, and not element by element.
+#[test]
+fn experts_rows_need_no_whole_lines() {
+    let (experts, chosen, n) = (5, 3, 16);
+    for (seed, (weights, k)) in
+        (1..).zip(FEWER_BITS.into_iter().flat_map(|weights| [8, 96, 160, 352, 2880].map(|k| (weights, k))))
+    {
+        let mut random = Random(seed);
+        let logits =
+            |case: &mut Case, random: &mut Random| case.push(random, DType::F32, &[1, experts], |r| 3.0 * r.float());
+        let judge = |mut case: Case, matrices: u32, what: &str| {
+            (case.step.rows, case.threads) = (1, &[96]);
+            case.compare(what);
+            let elems = u64::from(chosen * n * k * matrices);
+            assert!(k < 2880 || case.report.bytes_read < 3 * elems, "{what}: {elems}, {:?}", case.report);
+        };
+        let mut case = Case::new::<ExpertsUp>(experts_up::Params { activation: 1, order: 0, eps: 1e-5, weighting: 1 });
+        case.push_placed(&mut random, DType::F32, &[1, k], Random::float, true);
+        logits(&mut case, &mut random);
+        case.push_packed(&mut random, weights, &[experts, n, k]);
+        case.push_packed(&mut random, weights, &[experts, n, k]);
+        case.push(&mut random, DType::F32, &[1, chosen, n], |_| 7.0);
+        case.floats(&mut random, DType::F32, &[k]);
+        judge(case, 2, "experts_up");
+
+        let mut case = Case::new::<ExpertsDown>(experts_down::Params { order: 0 });
+        case.push_placed(&mut random, DType::F32, &[1, chosen, k], Random::float, true);
+        logits(&mut case, &mut random);
+        case.push_packed(&mut random, weights, &[experts, n, k]);
+        case.floats(&mut random, DType::F32, &[1, n]);
+        case.push(&mut random, DType::F32, &[1, n], |_| 7.0);
+        judge(case, 1, "experts_down");
+    }
 }
 
 /// What stands around products of routed rows: which experts rows go to, and the sum of what these make.
@@ -1906,7 +1955,7 @@ fn routed_case(random: &mut Random, round: usize, blocks: u32) -> (Case, bool) {
     let few = random.flip();
     push_routes(&mut case, random, [rows, experts, chosen], few);
     // On tensor cores both alike.
-    let fewer = [None, Some(DType::Q8), Some(DType::Q4)][random.below(3) as usize];
+    let fewer = [None, Some(DType::Q8), Some(DType::Q4), Some(DType::Mx4)][random.below(4) as usize];
     let push = |case: &mut Case, random: &mut Random| match fewer {
         Some(dtype) => case.push_packed(random, dtype, &[experts, n, k]),
         None => {

@@ -27,7 +27,7 @@ mod conformance;
 use crate::arch::{LaunchBlock, memory, param, scalar, thread};
 use crate::kernels::linear::slot;
 use core::hint::cold_path;
-use packed::{Eight, Four, Packed};
+use packed::{Eight, Four, LookedUp, Packed};
 use perpetua_shared::image::ProgramDesc;
 use perpetua_shared::launch::Mail;
 use perpetua_shared::limits::{MAX_RANK, PARAM_WORDS};
@@ -123,8 +123,8 @@ impl Tensor {
         // SAFETY: the caller's promise.
         unsafe {
             match self.dtype {
-                Q8 => Eight::element_of(self.packed_row([at[0]]), at[1]),
-                Q4 => Four::element_of(self.packed_row([at[0]]), at[1]),
+                Q8 => Eight::element_of(Q8, self.packed_row([at[0]]), at[1]),
+                Q4 | MX4 => Four::element_of(self.dtype, self.packed_row([at[0]]), at[1]),
                 _ => self.get(at),
             }
         }
@@ -143,7 +143,7 @@ impl Tensor {
 
     /// Whether it is a matrix of weights in fewer bits.
     pub(crate) fn is_packed(&self) -> bool {
-        self.dtype == Q8 || self.dtype == Q4
+        Eight::is_of(self.dtype) || Four::is_of(self.dtype)
     }
 
     /// Sets the element at `at` of a tensor of floats, rounding to nearest even.
@@ -217,8 +217,8 @@ impl Row {
         // SAFETY: the caller's promise.
         unsafe {
             match self.dtype {
-                Q8 => Eight::element_of(self.base, i),
-                Q4 => Four::element_of(self.base, i),
+                Q8 => Eight::element_of(Q8, self.base, i),
+                Q4 | MX4 => Four::element_of(self.dtype, self.base, i),
                 _ => self.get(i),
             }
         }
@@ -492,6 +492,7 @@ pub(crate) const BF16: u16 = DType::Bf16 as u16;
 const F16: u16 = DType::F16 as u16;
 pub(crate) const Q8: u16 = DType::Q8 as u16;
 pub(crate) const Q4: u16 = DType::Q4 as u16;
+pub(crate) const MX4: u16 = DType::Mx4 as u16;
 
 // Where `Tensor::of_turn` finds it.
 const _: () = assert!(core::mem::offset_of!(perpetua_shared::Operand, is_flagged) == 15);

@@ -2,19 +2,28 @@
 //! them holds.
 
 use super::math::bytes_less;
-use super::{Q4, Q8};
+use super::{MX4, Q4, Q8};
 use crate::arch::memory;
 use crate::arch::scalar::permute;
-use perpetua_shared::dtype::{self, Lines, Q4_BLOCK, Q4_LEVELS};
+use perpetua_shared::dtype::{self, Lines, MX4_LEVELS, Q4_BLOCK, Q4_LEVELS};
 
 /// Bytes of a line.
 pub(crate) const LINE: u32 = 64;
 
-/// A type of weights in fewer bits.
-pub(crate) trait Packed: Copy {
-    /// Its number.
-    const DTYPE: u16;
+/// A form of weights, of one type or of several that only a table tells apart: these have one code.
+pub(crate) trait LookedUp: Copy {
+    /// What numbers stand for, in registers, where more than one type is of this form.
+    type Table: Copy;
 
+    /// That of type `dtype`, which [is of this form](LookedUp::is_of).
+    fn table(dtype: u16) -> Self::Table;
+
+    /// Whether weights of type `dtype` are of this form.
+    fn is_of(dtype: u16) -> bool;
+}
+
+/// A form of weights in fewer bits.
+pub(crate) trait Packed: LookedUp {
     /// What the bytes of [`eight`](Packed::eight) are more than their numbers.
     const MORE: f32;
 
@@ -47,23 +56,23 @@ pub(crate) trait Packed: Copy {
 
     /// The numbers, scaled by nothing yet, of eight elements from `i` on, a multiple of eight, whose bytes these are: as bytes, each
     /// [so many](Packed::MORE) more, from none to 255.
-    fn eight(bytes: (u32, u32), i: u32) -> (u32, u32);
+    fn eight(table: Self::Table, bytes: (u32, u32), i: u32) -> (u32, u32);
 
-    /// Element `i` of the row at `row`.
+    /// Element `i` of the row at `row`, of type `dtype`.
     ///
     /// # Safety
     /// The row, which begins on a line, has that element.
-    unsafe fn element_of(row: *const u8, i: u32) -> f32 {
+    unsafe fn element_of(dtype: u16, row: *const u8, i: u32) -> f32 {
         let (byte, scale) = Self::element(i);
         // SAFETY: of the row (caller).
         let word = |at: u32| unsafe { memory::load(row.wrapping_add(at as usize / 4 * 4).cast::<u32>()) };
-        Self::one(word(byte), i) * Self::scale(word(scale), scale)
+        Self::one(Self::table(dtype), word(byte), i) * Self::scale(word(scale), scale)
     }
 
     /// That of element `i`, of the aligned word around its byte.
-    fn one(word: u32, i: u32) -> f32 {
+    fn one(table: Self::Table, word: u32, i: u32) -> f32 {
         let (byte, _) = Self::element(i);
-        let [first, ..] = bytes_less(Self::eight((word >> (byte % 4 * 8), 0), i).0, Self::MORE);
+        let [first, ..] = bytes_less(Self::eight(table, (word >> (byte % 4 * 8), 0), i).0, Self::MORE);
         first
     }
 }
@@ -74,8 +83,17 @@ pub(crate) struct Eight;
 
 const _: () = assert!(dtype::Q8.elems as u32 == LINE, "a byte each");
 
+impl LookedUp for Eight {
+    type Table = ();
+
+    fn table(_: u16) {}
+
+    fn is_of(dtype: u16) -> bool {
+        dtype == Q8
+    }
+}
+
 impl Packed for Eight {
-    const DTYPE: u16 = Q8;
     const LINES: Lines = dtype::Q8;
     const MORE: f32 = 128.0;
     const STRETCHES: u32 = 1;
@@ -93,12 +111,12 @@ impl Packed for Eight {
         f32::from_bits(word)
     }
 
-    fn eight((first, second): (u32, u32), _: u32) -> (u32, u32) {
+    fn eight((): (), (first, second): (u32, u32), _: u32) -> (u32, u32) {
         (first ^ 0x8080_8080, second ^ 0x8080_8080)
     }
 }
 
-/// Weights in 4 bits, [`dtype::Q4`]: the lowest 64 elements of a line in the low halves of its bytes, the others in the high ones.
+/// Weights in 4 bits, laid out as [`dtype::Q4`] says: the lowest 64 elements of a line in the low halves of its bytes, the others in the high ones.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Four;
 
@@ -110,47 +128,63 @@ const _: () = assert!(FOUR_ELEMS == 2 * LINE && Q4_BLOCK == 32, "two a byte, fou
 /// What levels are raised by: so many that none has its highest bit set, whatever it is.
 pub(crate) const RAISED: i8 = 64;
 
-/// Four levels from number `first` on, as bytes, raised.
-const fn four_levels(first: usize) -> u32 {
-    let mut bytes = [0; 4];
-    let mut at = 0;
-    while at < 4 {
-        bytes[at] = (Q4_LEVELS[first + at] + RAISED) as u8;
-        assert!(bytes[at] < 0x80);
-        at += 1;
-    }
-    u32::from_le_bytes(bytes)
-}
+/// The sixteen levels of a type in 4 bits, [raised](RAISED), by fours: a byte each.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LevelTable([u32; 4]);
 
-/// All of them.
-const LEVELS: [u32; 4] = [four_levels(0), four_levels(4), four_levels(8), four_levels(12)];
+impl LevelTable {
+    const fn new(levels: [i8; 16]) -> LevelTable {
+        let mut fours = [0; 4];
+        let mut at = 0;
+        while at < 16 {
+            let raised = (levels[at] + RAISED) as u8;
+            assert!(raised < 0x80);
+            fours[at / 4] |= (raised as u32) << (at % 4 * 8);
+            at += 1;
+        }
+        LevelTable(fours)
+    }
+
+    /// [`perpetua_shared::DType::Q4`]'s.
+    pub(crate) const OF_Q4: LevelTable = LevelTable::new(Q4_LEVELS);
+    const OF_MX4: LevelTable = LevelTable::new(MX4_LEVELS);
+}
 
 /// The low halves of bytes.
 const LOW: u32 = 0x0f0f_0f0f;
 
 impl Four {
     /// The levels of the eight numbers that a word is, four bits each, as bytes, [raised](RAISED): those of its low half first.
-    fn levels(numbers: u32) -> (u32, u32) {
+    fn levels(LevelTable([a, b, c, d]): LevelTable, numbers: u32) -> (u32, u32) {
         // To the first eight levels a number beyond them is a byte's sign, which none has; and so is a lower one to the others, once its highest bit
         // is the opposite.
         let beyond = numbers ^ 0x8888_8888;
-        let four = |shift: u32| {
-            permute(LEVELS[0], LEVELS[1], numbers >> shift) | permute(LEVELS[2], LEVELS[3], beyond >> shift)
-        };
+        let four = |shift: u32| permute(a, b, numbers >> shift) | permute(c, d, beyond >> shift);
         (four(0), four(16))
     }
 
     /// The levels in the low halves of eight bytes, and in the high ones, as bytes, [raised](RAISED): of the first and the second byte of either
     /// word in turn, then of the third and the fourth.
-    pub(crate) fn raised((first, second): (u32, u32)) -> ((u32, u32), (u32, u32)) {
+    pub(crate) fn raised(table: LevelTable, (first, second): (u32, u32)) -> ((u32, u32), (u32, u32)) {
         let low = first & LOW | second << 4 & !LOW;
         let high = first >> 4 & LOW | second & !LOW;
-        (Self::levels(low), Self::levels(high))
+        (Self::levels(table, low), Self::levels(table, high))
+    }
+}
+
+impl LookedUp for Four {
+    type Table = LevelTable;
+
+    fn table(dtype: u16) -> LevelTable {
+        if dtype == MX4 { LevelTable::OF_MX4 } else { LevelTable::OF_Q4 }
+    }
+
+    fn is_of(dtype: u16) -> bool {
+        dtype == Q4 || dtype == MX4
     }
 }
 
 impl Packed for Four {
-    const DTYPE: u16 = Q4;
     const LINES: Lines = dtype::Q4;
     const MORE: f32 = RAISED as f32;
     const STRETCHES: u32 = 2;
@@ -168,9 +202,9 @@ impl Packed for Four {
         f32::from_bits(if at.is_multiple_of(4) { word << 16 } else { word & 0xffff_0000 })
     }
 
-    fn eight((first, second): (u32, u32), i: u32) -> (u32, u32) {
+    fn eight(table: LevelTable, (first, second): (u32, u32), i: u32) -> (u32, u32) {
         let shift = i / LINE % 2 * 4;
-        let (one, other) = Self::levels(first >> shift & LOW | second >> shift << 4 & !LOW);
+        let (one, other) = Self::levels(table, first >> shift & LOW | second >> shift << 4 & !LOW);
         // Each word's own, out of both in turn.
         (permute(one, other, 0x6420), permute(one, other, 0x7531))
     }
@@ -193,6 +227,7 @@ mod tests {
     fn lines_are_where_their_type_says() {
         lines_are_of::<Eight>(dtype::Q8);
         lines_are_of::<Four>(dtype::Q4);
+        assert!(Four::is_of(Q4) && Four::is_of(MX4) && !Four::is_of(Q8) && Eight::is_of(Q8) && !Eight::is_of(MX4));
         for i in 0..5000 {
             let (byte, shift, scale) = q4_at(i);
             let (found_byte, found_scale) = Four::element(i as u32);
@@ -228,22 +263,25 @@ mod tests {
     /// All numbers beside all others, in every place.
     #[test]
     fn levels_are_those_of_their_numbers() {
-        for byte in 0..=255u8 {
+        for (byte, (dtype, levels)) in (0..=255u8).flat_map(|byte| [(byte, (Q4, Q4_LEVELS)), (byte, (MX4, MX4_LEVELS))])
+        {
+            let table = Four::table(dtype);
             for at in 0..8 {
                 let mut bytes: [u8; 8] = core::array::from_fn(|i| (i as u8).wrapping_mul(37) ^ byte.rotate_left(3));
                 bytes[at] = byte;
                 let word = |from: usize| u32::from_le_bytes(core::array::from_fn(|i| bytes[from + i]));
                 let words = (word(0), word(4));
-                let level = |i: usize, shift: u32| Q4_LEVELS[usize::from(bytes[i] >> shift & 15)];
+                let level = |i: usize, shift: u32| levels[usize::from(bytes[i] >> shift & 15)];
                 for (shift, i) in [(0, 256), (4, 64)] {
-                    let (one, other) = Four::eight(words, i);
+                    let (one, other) = Four::eight(table, words, i);
                     let found: Vec<f32> =
                         [one, other].into_iter().flat_map(|bytes| bytes_less(bytes, Four::MORE)).collect();
                     assert_eq!(found, core::array::from_fn::<f32, 8, _>(|i| f32::from(level(i, shift))));
                     let inside = i + at as u32;
-                    assert_eq!(Four::one(if at < 4 { words.0 } else { words.1 }, inside), f32::from(level(at, shift)));
+                    let one = Four::one(table, if at < 4 { words.0 } else { words.1 }, inside);
+                    assert_eq!(one, f32::from(level(at, shift)));
                 }
-                let (low, high) = Four::raised(words);
+                let (low, high) = Four::raised(table, words);
                 for ((one, other), shift) in [(low, 0), (high, 4)] {
                     let found = [one, other].map(|word| word.to_le_bytes().map(|byte| byte as i8));
                     let expected = [[0, 4, 1, 5], [2, 6, 3, 7]].map(|four| four.map(|i| level(i, shift) + RAISED));

@@ -5,10 +5,10 @@
 //! where the activations then do not, the whole row goes one by one. So rows may start anywhere and have any length.
 
 use super::math::{bytes_less, rsqrt};
-use super::packed::{Eight, Four, Packed};
+use super::packed::{Eight, Four, LookedUp, Packed};
 use super::thin::First;
 use super::tiles::{Tile, Tiles};
-use super::{BF16, Call, F16, F32, Q4, Q8, Row, Tensor};
+use super::{BF16, Call, F16, F32, MX4, Q4, Q8, Row, Tensor};
 use crate::arch::scalar::{f16_to_f32, fma};
 use crate::arch::{WARP, bulk, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
@@ -372,7 +372,7 @@ pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u
             let staged = Staged(STAGE);
             let [sum] = match types.0 {
                 Q8 => [in_fewer_bits::<Eight>(&x, staged, w, n, lane)],
-                Q4 => [in_fewer_bits::<Four>(&x, staged, w, n, lane)],
+                Q4 | MX4 => [in_fewer_bits::<Four>(&x, staged, w, n, lane)],
                 BF16 => typed::<Brain, _, 1>(&x, staged, w, n, lane),
                 F16 => typed::<Half, _, 1>(&x, staged, w, n, lane),
                 _ => typed::<Single, _, 1>(&x, staged, w, n, lane),
@@ -384,8 +384,12 @@ pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u
                 _ if is_flagged::<R>(&x) => one_by_one::<R>(&x, w, n, lane),
                 (Q8, F32) if R == 1 => [in_fewer_bits::<Eight>(&x, Global::<Single, 1>::new(&x, 0), w, n, lane); R],
                 (Q8, BF16) if R == 1 => [in_fewer_bits::<Eight>(&x, Global::<Brain, 1>::new(&x, 0), w, n, lane); R],
-                (Q4, F32) if R == 1 => [in_fewer_bits::<Four>(&x, Global::<Single, 1>::new(&x, 0), w, n, lane); R],
-                (Q4, BF16) if R == 1 => [in_fewer_bits::<Four>(&x, Global::<Brain, 1>::new(&x, 0), w, n, lane); R],
+                (Q4 | MX4, F32) if R == 1 => {
+                    [in_fewer_bits::<Four>(&x, Global::<Single, 1>::new(&x, 0), w, n, lane); R]
+                }
+                (Q4 | MX4, BF16) if R == 1 => {
+                    [in_fewer_bits::<Four>(&x, Global::<Brain, 1>::new(&x, 0), w, n, lane); R]
+                }
                 (BF16, F32) => typed::<Brain, _, R>(&x, Global::<Single, R>::new(&x, 0), w, n, lane),
                 (BF16, BF16) => typed::<Brain, _, R>(&x, Global::<Brain, R>::new(&x, 0), w, n, lane),
                 (F32, F32) => typed::<Single, _, R>(&x, Global::<Single, R>::new(&x, 0), w, n, lane),
@@ -716,7 +720,7 @@ unsafe fn in_fewer_bits<P: Packed>(x: &Rows<'_>, values: impl Values<1>, w_at: u
         let [sum] = unsafe { one_by_one(x, w_at, n, lane) };
         return sum;
     }
-    let units = k / 16;
+    let (units, table) = (k / 16, P::table(w.dtype()));
     let mut sum = 0.0;
     // SAFETY: every element is one of the first k of its row; sixteen are a line's, on sixteen bytes.
     unsafe {
@@ -733,10 +737,10 @@ unsafe fn in_fewer_bits<P: Packed>(x: &Rows<'_>, values: impl Values<1>, w_at: u
             // As in `typed`, four loads are under way before the first is used.
             let (a, b) = (ask(unit), ask(unit + WARP));
             let (c, d) = (ask(unit + 2 * WARP), ask(unit + 3 * WARP));
-            sum = sixteen_added::<P>(sum, a, &values);
-            sum = sixteen_added::<P>(sum, b, &values);
-            sum = sixteen_added::<P>(sum, c, &values);
-            sum = sixteen_added::<P>(sum, d, &values);
+            sum = sixteen_added::<P>(table, sum, a, &values);
+            sum = sixteen_added::<P>(table, sum, b, &values);
+            sum = sixteen_added::<P>(table, sum, c, &values);
+            sum = sixteen_added::<P>(table, sum, d, &values);
             unit += 4 * WARP;
         }
         let at = 16 * units + lane;
@@ -749,6 +753,7 @@ unsafe fn in_fewer_bits<P: Packed>(x: &Rows<'_>, values: impl Values<1>, w_at: u
 
 /// `sum` with sixteen weights in fewer bits, of one scale, times the elements of the row from `at` on.
 unsafe fn sixteen_added<P: Packed>(
+    table: P::Table,
     sum: f32,
     (at, [w0, w1, w2, w3], scale): (u32, [u32; 4], f32),
     values: &impl Values<1>,
@@ -760,7 +765,7 @@ unsafe fn sixteen_added<P: Packed>(
         fma(d, values[3], fma(c, values[2], fma(b, values[1], fma(a, values[0], sum))))
     };
     let eight = |words: (u32, u32), [a, b, c, d, e, f, g, h]: [f32; 8]| {
-        let (one, other) = P::eight(words, at);
+        let (one, other) = P::eight(table, words, at);
         part(part(0.0, one, [a, b, c, d]), other, [e, f, g, h])
     };
     fma(eight((w0, w1), low) + eight((w2, w3), high), scale, sum)
@@ -795,7 +800,7 @@ pub(crate) unsafe fn tiled<const N: usize>(
         // Of weights in fewer bits a row is its bytes, of which a tile never has a part.
         let (k, elem) = match w.dtype() {
             Q8 => (Eight::row_bytes(w.extent(1)), 1),
-            Q4 => (Four::row_bytes(w.extent(1)), 1),
+            Q4 | MX4 => (Four::row_bytes(w.extent(1)), 1),
             F32 => (w.extent(1), 4),
             _ => (w.extent(1), 2),
         };
@@ -846,15 +851,15 @@ pub(crate) unsafe fn tiled<const N: usize>(
     }
 }
 
-/// A lane's share of the products with a row of `k` weights in fewer bits, at byte `row` of the tiles.
-unsafe fn one_by_one_of_tile<P: Packed>(x: &Rows<'_>, row: u32, k: u32, lane: u32) -> f32 {
+/// A lane's share of the products with a row of operand `w`, weights in fewer bits, at byte `row` of the tiles.
+unsafe fn one_by_one_of_tile<P: Packed>(x: &Rows<'_>, w: &Tensor, row: u32, lane: u32) -> f32 {
     let (mut sum, mut at) = (0.0, lane);
-    while at < k {
+    while at < w.extent(1) {
         let (byte, scale) = P::element(at);
         // SAFETY: `at` is below k, the length of the row.
         unsafe {
             let (word, scale_word) = (bulk::load4(row + byte / 4 * 4), bulk::load4(row + scale / 4 * 4));
-            let weight = P::one(word, at) * P::scale(scale_word, scale);
+            let weight = P::one(P::table(w.dtype()), word, at) * P::scale(scale_word, scale);
             sum = fma(weight, value::<1>(x, 0, at), sum);
         }
         at += WARP;
@@ -887,10 +892,10 @@ unsafe fn tile_dot(x: Rows<'_>, w: usize, part: Stretch, lane: u32) -> f32 {
     // SAFETY: the caller's promises; the types are the tensors'; whole warps are here.
     unsafe {
         let types = (x.call.tensor(w).dtype(), x.call.tensor(slot::X).dtype());
-        let sum = if types.0 == Q8 {
-            one_by_one_of_tile::<Eight>(&x, part.at, x.call.tensor(w).extent(1), lane)
-        } else if types.0 == Q4 {
-            one_by_one_of_tile::<Four>(&x, part.at, x.call.tensor(w).extent(1), lane)
+        let sum = if Eight::is_of(types.0) {
+            one_by_one_of_tile::<Eight>(&x, &x.call.tensor(w), part.at, lane)
+        } else if Four::is_of(types.0) {
+            one_by_one_of_tile::<Four>(&x, &x.call.tensor(w), part.at, lane)
         } else if x.staged {
             let staged = Staged(STAGE + part.first);
             match types.0 {

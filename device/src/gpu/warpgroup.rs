@@ -28,8 +28,8 @@
 //! Floor of a part: 2 * 128 * 128 * k flops at an SM's 7.5 TFLOP/s, 4.3 ns a column; its bytes, 512 a column, come from L2.
 
 use super::math::{scaled_bytes, short_scale};
-use super::packed::{Eight, Four, Packed};
-use super::{BF16, Call, Q4, Q8, Tensor};
+use super::packed::{Eight, Four, LookedUp, Packed};
+use super::{BF16, Call, Tensor};
 use crate::arch::scalar::f32_to_bf16_pair;
 use crate::arch::warpgroup::{self, Matrix, Sums, place};
 use crate::arch::{WARP, bulk, copy, each_of_four, memory, shared, warp};
@@ -219,7 +219,8 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows
     }
     // SAFETY: the operands are matrices (caller).
     unsafe {
-        let are_alike = call.are_all::<N>(BF16) || call.are_all::<N>(Q8) || call.are_all::<N>(Q4);
+        let w = call.tensor(slot::W);
+        let are_alike = (w.dtype() == BF16 || w.is_packed()) && call.are_all::<N>(w.dtype());
         let mut fits = call.tensor(slot::X).dtype() == BF16 && are_alike;
         for operand in slot::X..slot::W + N {
             let matrix = call.tensor(operand);
@@ -411,9 +412,9 @@ unsafe fn part<const N: usize, const M: usize, const S: usize>(
             while step < AHEAD + steps {
                 if step >= AHEAD {
                     copy::wait::<{ AHEAD - 1 }>();
-                    if copies.dtype == Q8 {
+                    if Eight::is_of(copies.dtype) {
                         copies.widen::<Eight, M, S>(step - AHEAD);
-                    } else if copies.dtype == Q4 {
+                    } else if copies.dtype != BF16 {
                         copies.widen::<Four, M, S>(step - AHEAD);
                     }
                     copy::fence_tiles();
@@ -626,7 +627,7 @@ impl<const N: usize> Copies<N> {
 
     /// Where element `i` of a row of weights in fewer bits is.
     fn element(&self, i: u32) -> (u32, u32) {
-        if self.dtype == Q4 { Four::element(i) } else { Eight::element(i) }
+        if Eight::is_of(self.dtype) { Eight::element(i) } else { Four::element(i) }
     }
 
     /// Where row `row` of those that a stage has in fewer bits lies, of all matrices and both halves, if `to` is where its quarter of row 0 does.
@@ -695,6 +696,7 @@ impl<const N: usize> Copies<N> {
         let to = stage_of(step) + W + place(row, 2 * quarter) - row * warpgroup::ROW;
         // The thread's first elements of the step, or of either half.
         let first = STEP * halves * step + 16 * quarter;
+        let table = P::table(self.dtype);
         // SAFETY: the thread's own copies to there have been waited for (caller); the stage is nobody's: see `part`.
         let asked = |row: u32| unsafe {
             let to = Self::place_of_packed::<M, S>(to, row);
@@ -705,7 +707,7 @@ impl<const N: usize> Copies<N> {
         // SAFETY: as above.
         let widened = |(to, at, [a, b, c, d], scale): (u32, u32, [u32; 4], f32)| unsafe {
             let scale = short_scale(scale, P::MORE);
-            let ((a, b), (c, d)) = (P::eight((a, b), at), P::eight((c, d), at));
+            let ((a, b), (c, d)) = (P::eight(table, (a, b), at), P::eight(table, (c, d), at));
             let ((a, b), (c, d)) = ((four_of(a, scale), four_of(b, scale)), (four_of(c, scale), four_of(d, scale)));
             bulk::store16(to, [a.0, a.1, b.0, b.1]);
             bulk::store16(to ^ 16, [c.0, c.1, d.0, d.1]);

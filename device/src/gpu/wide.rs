@@ -16,7 +16,7 @@
 
 use super::math::bytes_less;
 use super::packed::{Eight, Four, Packed};
-use super::{BF16, Call, F32, Q4, Q8, Tensor};
+use super::{BF16, Call, F32, MX4, Q4, Q8, Tensor};
 use crate::arch::scalar::{f32_to_bf16, f32_to_bf16_pair};
 use crate::arch::{WARP, each_of_four, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
@@ -46,7 +46,8 @@ const MAX_WARPS: u32 = (shared::KEPT - FREE_SHARED - FRAGMENTS as u32 * 16 * PIT
 pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows: u32) -> bool {
     // SAFETY: the caller's promise. Of weights in fewer bits all passes of several rows: nobody else takes them by more than one at a time.
     let are_fit = unsafe {
-        rows > WIDE_ROWS && call.are_all::<N>(BF16) || rows > 1 && (call.are_all::<N>(Q8) || call.are_all::<N>(Q4))
+        let w = call.tensor(slot::W);
+        (w.dtype() == BF16 && rows > WIDE_ROWS || w.is_packed() && rows > 1) && call.are_all::<N>(w.dtype())
     };
     are_fit && block.warps() <= MAX_WARPS
 }
@@ -176,7 +177,7 @@ impl Fetched {
                 fetched.w[1] = match w.dtype() {
                     _ if !is_w => [0; 4],
                     Q8 => packed_of::<Eight>(&w, n, at),
-                    Q4 => packed_of::<Four>(&w, n, at),
+                    Q4 | MX4 => packed_of::<Four>(&w, n, at),
                     _ => bits_of(&w, n, at, place.k),
                 };
                 unit += block.threads;
@@ -235,7 +236,7 @@ unsafe fn packed_of<P: Packed>(w: &Tensor, n: u32, at: u32) -> [u32; 4] {
         let first: *const u32 = row.wrapping_add(byte as usize).cast();
         let words = (memory::load(first), memory::load(first.wrapping_add(1)));
         let scale = P::scale(memory::load(row.wrapping_add(scale_at as usize / 4 * 4).cast()), scale_at);
-        let (low, high) = P::eight(words, at);
+        let (low, high) = P::eight(P::table(w.dtype()), words, at);
         let ([a, b, c, d], [e, f, g, h]) = (bytes_less(low, P::MORE), bytes_less(high, P::MORE));
         let pair = |one: f32, other: f32| f32_to_bf16_pair(one * scale, other * scale);
         [pair(a, b), pair(c, d), pair(e, f), pair(g, h)]

@@ -10,10 +10,10 @@ use super::{Cost, MAX_NORMED, product, total};
 use super::{Violation, linear, rules};
 use crate::arch::shared;
 use crate::block::Block;
-use crate::gpu::packed::{Eight, Four, Packed};
+use crate::gpu::packed::{Eight, Four, LookedUp, Packed};
 use crate::gpu::rows::STAGE;
 use crate::gpu::tiles::prefetch_bytes;
-use crate::gpu::{self, Q4, Q8, math::exp};
+use crate::gpu::{self, math::exp};
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::{cpu::Scratch, io};
 #[cfg(not(target_arch = "nvptx64"))]
@@ -374,10 +374,12 @@ impl Found {
             let weights = call.tensor(operand);
             let [n, k] = [weights.extent(1), weights.extent(2)];
             let rows = weights.weight_row([self.expert(block.thread)]);
-            let (row, bytes) = match weights.dtype() {
-                Q8 => (Eight::row_bytes(k), Eight::row_bytes(k)),
-                Q4 => (Four::row_bytes(k), Four::row_bytes(k)),
-                _ => (k, k * weights.elem_bytes() as u32),
+            let (row, bytes) = if Eight::is_of(weights.dtype()) {
+                (Eight::row_bytes(k), Eight::row_bytes(k))
+            } else if Four::is_of(weights.dtype()) {
+                (Four::row_bytes(k), Four::row_bytes(k))
+            } else {
+                (k, k * weights.elem_bytes() as u32)
             };
             let bytes = n * bytes;
             if weights.stride(1) == row && rows.is_aligned(16) && bytes.is_multiple_of(16) {

@@ -3,13 +3,14 @@
 //! A warp has one pair of rows, gate's and up's, after the other, and a lane units of both, as in [`long`](super::long). While it multiplies those of a
 //! pair the next ones are on their way: waited for one after the other, each would take what L2 takes to answer.
 //!
-//! The row of activations has been [staged](stage). For weights in fewer bits it becomes [whole numbers](super::whole).
+//! The row of activations has been [staged](stage). For weights in fewer bits it becomes [whole numbers](super::whole); zeros fill up what it lacks of
+//! whole lines, as their rows are.
 //!
 //! Back from the experts ([`parts`]) a row of weights for each slot is one product. With weights in fewer bits the slots' rows of activations are one long
 //! row, as whole numbers in shared memory: as many units of it at a time, a *group*, as have room.
 
 use super::super::math::rsqrt;
-use super::super::packed::{Eight, Four, Packed};
+use super::super::packed::{Eight, Four, LookedUp, Packed};
 use super::super::rows::{STAGE, Staging, singles, stage_first};
 use super::super::{Call, F32, Row, Tensor};
 use super::long::Units;
@@ -20,9 +21,12 @@ use crate::block::Block;
 use crate::kernels::routing::{self, Found};
 
 /// A form of weights as lanes multiply them afar, with a row that has been staged.
-pub(crate) trait Afar: Units {
+pub(crate) trait Afar: Units + LookedUp {
     /// Units of a lane under way at once, of either row: four at most.
     const AT_ONCE: u32;
+
+    /// Elements of which a row of weights is multiples, filled up if need be.
+    const FILLED: u32;
 
     /// Weights as they come.
     type Fetched: Copy;
@@ -34,16 +38,16 @@ pub(crate) trait Afar: Units {
     unsafe fn fetch(row: *const u8, unit: u32) -> Self::Fetched;
 
     /// What was fetched, as it is multiplied.
-    fn fetched(unit: u32, fetched: Self::Fetched) -> Self::Weights;
+    fn fetched(table: Self::Table, unit: u32, fetched: Self::Fetched) -> Self::Weights;
 
     /// Whether the staged row is [made](Afar::make) something else.
     const IS_MADE: bool;
 
-    /// Makes of unit `unit` of the staged row what is multiplied.
+    /// Makes of unit `unit` of the staged row, of `k` elements, what is multiplied.
     ///
     /// # Safety
     /// The unit is the thread's own, and nobody else reads it before the block's next barrier.
-    unsafe fn make(unit: u32);
+    unsafe fn make(unit: u32, k: u32);
 
     /// Unit `unit` of the row.
     ///
@@ -54,6 +58,7 @@ pub(crate) trait Afar: Units {
 
 impl Afar for Brain {
     const AT_ONCE: u32 = 4;
+    const FILLED: u32 = 8;
     type Fetched = [u32; 4];
     const IS_MADE: bool = false;
 
@@ -62,11 +67,11 @@ impl Afar for Brain {
         unsafe { memory::load16_stream(row.wrapping_add(16 * unit as usize)) }
     }
 
-    fn fetched(_: u32, fetched: [u32; 4]) -> [u32; 4] {
+    fn fetched((): (), _: u32, fetched: [u32; 4]) -> [u32; 4] {
         fetched
     }
 
-    unsafe fn make(_: u32) {}
+    unsafe fn make(_: u32, _: u32) {}
 
     unsafe fn made(unit: u32) -> [f32; 8] {
         // SAFETY: the caller's promise.
@@ -81,6 +86,11 @@ impl Afar for Brain {
 unsafe fn staged_eight(at: u32) -> [f32; 8] {
     // SAFETY: the caller's promise.
     unsafe { singles(shared::load16(STAGE + at), shared::load16(STAGE + at + 4)) }
+}
+
+/// Units of a row of `k` elements, whole eights.
+fn units_of<F: Afar>(k: u32) -> u32 {
+    k.div_ceil(F::FILLED) * (F::FILLED / F::UNIT)
 }
 
 /// A form of weights in fewer bits, whose row is made whole numbers of.
@@ -166,13 +176,16 @@ unsafe fn taken<P: Numbered>(at: impl Place) -> P::Row {
 ///
 /// # Safety
 /// As there.
-pub(super) unsafe fn make_numbers<P: Numbered>(unit: u32) {
+pub(super) unsafe fn make_numbers<P: Numbered>(unit: u32, k: u32) {
+    // SAFETY: the caller's promise: the numbers take the place of what they are made of, for which the row filled up has room.
+    unsafe { put::<P>(InPlace(unit), P::of(eights_of::<P>(unit, k, |at| staged_eight(at)))) }
+}
+
+/// What unit `unit` of a row of `k` elements is made of: what `eight` says of its eights, zeros of those that are not there.
+fn eights_of<P: Numbered>(unit: u32, k: u32, eight: impl Fn(u32) -> [f32; 8]) -> [[f32; 8]; 4] {
+    let there = |at: u32| if at < k { eight(at) } else { [0.0; 8] };
     let (one, other) = (P::stretch(unit, 0), P::stretch(unit, P::STRETCHES - 1));
-    // SAFETY: the caller's promise: the numbers take the place of what they are made of.
-    unsafe {
-        let eights = [staged_eight(one), staged_eight(one + 8), staged_eight(other), staged_eight(other + 8)];
-        put::<P>(InPlace(unit), P::of(eights));
-    }
+    [there(one), there(one + 8), there(other), there(other + 8)]
 }
 
 /// [`Afar::made`] of weights in fewer bits.
@@ -192,14 +205,14 @@ pub(crate) unsafe fn form_of(call: &Call<'_>, [gate, up]: [usize; 2]) -> Option<
     // SAFETY: the caller's promise.
     unsafe {
         let (gate, up) = (call.tensor(gate), call.tensor(up));
-        let kind = Kind::of(gate.dtype())?;
-        let multiple = by_form!(kind, F => F::LONG_ROW_MULTIPLE);
+        let kind = Kind::of_experts(gate.dtype())?;
         let strides = gate.stride(0) | gate.stride(1) | up.stride(0) | up.stride(1);
         let bytes = if gate.is_packed() { strides } else { 2 * strides };
         let are_aligned = gate.weight_row([0, 0]).is_aligned(16) && up.weight_row([0, 0]).is_aligned(16);
         let k = gate.extent(2);
-        let fits = gate.dtype() == up.dtype() && are_aligned && bytes.is_multiple_of(16);
-        (fits && k > 0 && k.is_multiple_of(multiple)).then_some(kind)
+        let filled = by_form!(kind, F => k.next_multiple_of(F::FILLED));
+        let has_room = k > 0 && k.is_multiple_of(8) && filled <= routing::most_staged(gate.extent(0));
+        (has_room && gate.dtype() == up.dtype() && are_aligned && bytes.is_multiple_of(16)).then_some(kind)
     }
 }
 
@@ -274,9 +287,9 @@ pub(crate) unsafe fn make<F: Afar>(k: u32, block: &Block) {
     if !F::IS_MADE {
         return;
     }
-    for unit in block.mine(k / F::UNIT) {
+    for unit in block.mine(units_of::<F>(k)) {
         // SAFETY: the caller's promises; a barrier follows.
-        unsafe { F::make(unit) };
+        unsafe { F::make(unit, k) };
     }
     // SAFETY: as above.
     unsafe { block.sync() };
@@ -303,8 +316,8 @@ pub(crate) unsafe fn pairs<F: Afar>(
 ) {
     // SAFETY: the caller's promises; conditions around what a warp does together are the warp's.
     unsafe {
-        let (n, units) = (call.tensor(gate).extent(1), call.tensor(gate).extent(2) / F::UNIT);
-        let columns = Counted::by(n);
+        let (n, units) = (call.tensor(gate).extent(1), units_of::<F>(call.tensor(gate).extent(2)));
+        let (columns, table) = (Counted::by(n), F::table(call.tensor(gate).dtype()));
         let rows_of = |at: u32| {
             let [slot, column] = columns.split(at);
             let place = [found.expert(slot), column];
@@ -334,8 +347,8 @@ pub(crate) unsafe fn pairs<F: Afar>(
                 // One that is not there was asked for as the first.
                 let (unit, row) = if unit < units { (unit, F::made(unit)) } else { (0, F::NOTHING) };
                 let i = i as usize;
-                F::multiply(&mut sums[0], i, F::fetched(unit, asked.gate[i]), row);
-                F::multiply(&mut sums[1], i, F::fetched(unit, asked.up[i]), row);
+                F::multiply(&mut sums[0], i, F::fetched(table, unit, asked.gate[i]), row);
+                F::multiply(&mut sums[1], i, F::fetched(table, unit, asked.up[i]), row);
             });
             if is_last {
                 let total = |[a, b, c, d]: [f32; 4]| warp::sum((a + b) + (c + d));
@@ -392,13 +405,13 @@ pub(crate) unsafe fn has_parts<P: Numbered>(call: &Call<'_>, [x, w]: [usize; 2])
     unsafe {
         let (x, w) = (call.tensor(x), call.tensor(w));
         let (k, slots) = (w.extent(2), x.extent(1));
-        let is_whole = k > 0 && k.is_multiple_of(P::LONG_ROW_MULTIPLE);
+        let is_whole = k > 0 && k.is_multiple_of(8);
         let are_aligned = x.address([0, 0, 0]).addr().is_multiple_of(16)
             && (x.stride(0) | x.stride(1)).is_multiple_of(4)
             && w.weight_row([0, 0]).is_aligned(64)
             && (w.stride(0) | w.stride(1)).is_multiple_of(64);
-        let has_room = w.extent(1) <= MOST_COLUMNS || slots * (k / P::UNIT) <= group::<P>();
-        x.dtype() == F32 && w.dtype() == <P as Packed>::DTYPE && is_whole && are_aligned && has_room
+        let has_room = w.extent(1) <= MOST_COLUMNS || slots * units_of::<P>(k) <= group::<P>();
+        x.dtype() == F32 && P::is_of(w.dtype()) && is_whole && are_aligned && has_room
     }
 }
 
@@ -469,7 +482,8 @@ pub(crate) unsafe fn parts<P: Numbered>(
     // one lane's.
     unsafe {
         let (x, w) = (call.tensor(x), call.tensor(w));
-        let (n, units) = (w.extent(1), w.extent(2) / P::UNIT);
+        let (n, k, table) = (w.extent(1), w.extent(2), P::table(w.dtype()));
+        let units = units_of::<P>(k);
         let (slots, all) = (Slots { w, found, units: Counted::by(units) }, chosen * units);
         let mut from = 0;
         while from < all {
@@ -482,8 +496,7 @@ pub(crate) unsafe fn parts<P: Numbered>(
                     let at = row.wrapping_add(4 * first as usize);
                     singles(memory::load16(at), memory::load16(at.wrapping_add(16)))
                 };
-                let (one, other) = (P::stretch(unit, 0), P::stretch(unit, P::STRETCHES - 1));
-                put::<P>(InGroup(at), P::of([eight(one), eight(one + 8), eight(other), eight(other + 8)]));
+                put::<P>(InGroup(at), P::of(eights_of::<P>(unit, k, eight)));
             }
             block.sync();
             let mut column = block.warp();
@@ -507,7 +520,7 @@ pub(crate) unsafe fn parts<P: Numbered>(
                     let is_there = number < end;
                     let [_, unit] = slots.units.split(if is_there { number } else { 0 });
                     let row = if is_there { taken::<P>(InGroup(number - from)) } else { P::NOTHING };
-                    P::multiply(&mut sums, i as usize, P::fetched(unit, asked[i as usize]), row);
+                    P::multiply(&mut sums, i as usize, P::fetched(table, unit, asked[i as usize]), row);
                 });
                 if is_last {
                     let sum = warp::sum((sums[0] + sums[1]) + (sums[2] + sums[3]));

@@ -2,6 +2,7 @@
 //! line is a chunk, with a scale of its own. A product is exact, in 32 bits, of 64 of k; what becomes of it in f32 is its scales' product times it,
 //! added to others.
 
+use super::super::Q8;
 use super::super::packed::{Eight, LINE, Packed};
 use super::super::tiles::ZEROS;
 use super::afar::{Afar, Numbered, made_numbers, make_numbers};
@@ -24,7 +25,7 @@ pub(crate) struct Bytes {
 }
 
 impl Form for Eight {
-    const DTYPE: u16 = <Eight as Packed>::DTYPE;
+    const DTYPE: u16 = Q8;
     const CHUNK: u32 = 64;
     const ROW_MULTIPLE: u32 = 64;
     const CHUNK_TERMS: u32 = 2 * CHUNK_WORDS + 1;
@@ -159,6 +160,7 @@ impl Units for Eight {
 
 impl Afar for Eight {
     const AT_ONCE: u32 = 4;
+    const FILLED: u32 = 16;
     type Fetched = Bytes;
     const IS_MADE: bool = true;
 
@@ -173,13 +175,13 @@ impl Afar for Eight {
         }
     }
 
-    fn fetched(_: u32, fetched: Bytes) -> Bytes {
+    fn fetched((): (), _: u32, fetched: Bytes) -> Bytes {
         fetched
     }
 
-    unsafe fn make(unit: u32) {
+    unsafe fn make(unit: u32, k: u32) {
         // SAFETY: the caller's promise.
-        unsafe { make_numbers::<Eight>(unit) }
+        unsafe { make_numbers::<Eight>(unit, k) }
     }
 
     unsafe fn made(unit: u32) -> Numbers {

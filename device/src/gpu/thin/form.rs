@@ -1,6 +1,7 @@
 //! The forms in which rows of weights come, as tensor cores take them: sixteen bytes a lane in each, as they lie.
 
 use super::super::BF16;
+use super::super::packed::LookedUp;
 use super::super::tiles::ZEROS;
 use super::terms::put_terms;
 use super::{Chunk, Column};
@@ -103,6 +104,16 @@ pub(crate) trait Form: Copy + Debug {
 /// bf16, by activations in two terms of it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Brain;
+
+impl LookedUp for Brain {
+    type Table = ();
+
+    fn table(_: u16) {}
+
+    fn is_of(dtype: u16) -> bool {
+        dtype == BF16
+    }
+}
 
 impl Form for Brain {
     const DTYPE: u16 = BF16;

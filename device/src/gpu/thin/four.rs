@@ -1,4 +1,4 @@
-//! Weights in 4 bits ([`perpetua_shared::dtype::Q4`]), whose levels are multiplied as bytes, with activations that are [whole numbers](super::whole),
+//! Weights in 4 bits, as [`perpetua_shared::dtype::Q4`] has them, whose levels are multiplied as bytes, with activations that are [whole numbers](super::whole),
 //! a scale for a line's.
 //!
 //! ```text
@@ -13,7 +13,8 @@
 //! Levels come out of their numbers raised by 64 and in the order of [`Four::raised`], which is that of the activations then. So a block's sum has
 //! 64 times its activations too much, and begins with as much less: what the same product makes of rows of nothing but -64, once for all rows.
 
-use super::super::packed::{FOUR_ELEMS, Four, LINE, Packed, RAISED};
+use super::super::Q4;
+use super::super::packed::{FOUR_ELEMS, Four, LINE, LevelTable, Packed, RAISED};
 use super::super::tiles::ZEROS;
 use super::afar::{Afar, Numbered, made_numbers, make_numbers};
 use super::form::{CHUNK_BYTES, CHUNK_WORDS, Form};
@@ -41,17 +42,17 @@ pub(crate) struct Levels {
 
 impl Levels {
     /// Those of eight bytes and eight more.
-    fn of(first: (u32, u32), second: (u32, u32), scales: (u32, u32)) -> Levels {
-        let (((a, c), (e, g)), ((b, d), (f, h))) = (Four::raised(first), Four::raised(second));
+    fn of(table: LevelTable, first: (u32, u32), second: (u32, u32), scales: (u32, u32)) -> Levels {
+        let (((a, c), (e, g)), ((b, d), (f, h))) = (Four::raised(table, first), Four::raised(table, second));
         Levels { low: [a, b, c, d], high: [e, f, g, h], scales }
     }
 }
 
 impl Levels {
     /// Those of sixteen bytes in a row, unit `unit`, whose line has these scales: each of two words begins with the unit's.
-    fn of_unit(unit: u32, ([a, b, c, d], [s, t]): ([u32; 4], [u32; 2])) -> Levels {
+    fn of_unit(table: LevelTable, unit: u32, ([a, b, c, d], [s, t]): ([u32; 4], [u32; 2])) -> Levels {
         let shift = unit % 4 / 2 * 16;
-        Levels::of((a, b), (c, d), (s >> shift, t >> shift))
+        Levels::of(table, (a, b), (c, d), (s >> shift, t >> shift))
     }
 }
 
@@ -79,7 +80,7 @@ fn eight_in_bytes([a, b, c, d, e, f, g, h]: [f32; 8], inverse: f32) -> [[u32; 2]
 }
 
 impl Form for Four {
-    const DTYPE: u16 = <Four as Packed>::DTYPE;
+    const DTYPE: u16 = Q4;
     const CHUNK: u32 = FOUR_ELEMS;
     const ROW_MULTIPLE: u32 = FOUR_ELEMS;
     // Of an odd number of them there is room for one more.
@@ -129,7 +130,7 @@ impl Form for Four {
         let begins_second = at & HALF != 0;
         let in_order = |one: u32, other: u32| if begins_second { (other, one) } else { (one, other) };
         let ((a, c), (b, d)) = (in_order(a, c), in_order(b, d));
-        Levels::of((a, b), (c, d), (s, t))
+        Levels::of(LevelTable::OF_Q4, (a, b), (c, d), (s, t))
     }
 
     unsafe fn values(column: &Column, chunk: &Chunk, chunks: u32) -> Self::Values {
@@ -245,7 +246,8 @@ impl Units for Four {
         let [bytes, scales] = Four::line(unit / 4);
         let quarter = unit % 4;
         // SAFETY: the caller's promise.
-        Levels::of_unit(unit, unsafe { (bulk::load16(at + bytes + quarter * 16), bulk::load8(at + scales)) })
+        let fetched = unsafe { (bulk::load16(at + bytes + quarter * 16), bulk::load8(at + scales)) };
+        Levels::of_unit(LevelTable::OF_Q4, unit, fetched)
     }
 
     fn multiply(sums: &mut [f32; 4], i: usize, weights: Levels, row: Numbers) {
@@ -267,6 +269,7 @@ impl Units for Four {
 
 impl Afar for Four {
     const AT_ONCE: u32 = 2;
+    const FILLED: u32 = FOUR_ELEMS;
     /// Bytes, and their line's scales.
     type Fetched = ([u32; 4], [u32; 2]);
     const IS_MADE: bool = true;
@@ -281,13 +284,13 @@ impl Afar for Four {
         }
     }
 
-    fn fetched(unit: u32, fetched: Self::Fetched) -> Levels {
-        Levels::of_unit(unit, fetched)
+    fn fetched(table: LevelTable, unit: u32, fetched: Self::Fetched) -> Levels {
+        Levels::of_unit(table, unit, fetched)
     }
 
-    unsafe fn make(unit: u32) {
+    unsafe fn make(unit: u32, k: u32) {
         // SAFETY: the caller's promise.
-        unsafe { make_numbers::<Four>(unit) }
+        unsafe { make_numbers::<Four>(unit, k) }
     }
 
     unsafe fn made(unit: u32) -> Numbers {

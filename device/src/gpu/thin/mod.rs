@@ -72,7 +72,7 @@ mod terms;
 mod whole;
 
 use super::packed::{Eight, Four};
-use super::{BF16, Q4, Q8};
+use super::{BF16, MX4, Q4, Q8};
 use crate::arch::shared;
 use crate::block::Block;
 pub(crate) use form::{Brain, Form};
@@ -120,6 +120,11 @@ impl Kind {
             Q4 => Some(Kind::Four),
             _ => None,
         }
+    }
+
+    /// That of experts' weights of this type, whose levels a [table](super::packed::LookedUp) says.
+    fn of_experts(dtype: u16) -> Option<Kind> {
+        Kind::of(if dtype == MX4 { Q4 } else { dtype })
     }
 }
 
