@@ -176,7 +176,10 @@ impl LookedUp for Four {
     type Table = LevelTable;
 
     fn table(dtype: u16) -> LevelTable {
-        if dtype == MX4 { LevelTable::OF_MX4 } else { LevelTable::OF_Q4 }
+        let (LevelTable([a, b, c, d]), LevelTable([e, f, g, h])) = (LevelTable::OF_MX4, LevelTable::OF_Q4);
+        // Word by word: of two tables one would be found in memory.
+        let word = |mx4: u32, q4: u32| if dtype == MX4 { mx4 } else { q4 };
+        LevelTable([word(a, e), word(b, f), word(c, g), word(d, h)])
     }
 
     fn is_of(dtype: u16) -> bool {

@@ -88,6 +88,11 @@ unsafe fn staged_eight(at: u32) -> [f32; 8] {
     unsafe { singles(shared::load16(STAGE + at), shared::load16(STAGE + at + 4)) }
 }
 
+/// No row in fewer bits is filled up to multiples of more.
+const MOST_FILLED: u32 = Four::FILLED;
+
+const _: () = assert!(MOST_FILLED.is_multiple_of(Eight::FILLED) && Brain::FILLED == 8);
+
 /// Units of a row of `k` elements, whole eights.
 fn units_of<F: Afar>(k: u32) -> u32 {
     k.div_ceil(F::FILLED) * (F::FILLED / F::UNIT)
@@ -181,11 +186,13 @@ pub(super) unsafe fn make_numbers<P: Numbered>(unit: u32, k: u32) {
     unsafe { put::<P>(InPlace(unit), P::of(eights_of::<P>(unit, k, |at| staged_eight(at)))) }
 }
 
-/// What unit `unit` of a row of `k` elements is made of: what `eight` says of its eights, zeros of those that are not there.
+/// What unit `unit` of a row of `k` elements is made of: what `eight` says of its eights, all of which it is asked for at once, zeros of those that are
+/// not there.
 fn eights_of<P: Numbered>(unit: u32, k: u32, eight: impl Fn(u32) -> [f32; 8]) -> [[f32; 8]; 4] {
-    let there = |at: u32| if at < k { eight(at) } else { [0.0; 8] };
     let (one, other) = (P::stretch(unit, 0), P::stretch(unit, P::STRETCHES - 1));
-    [there(one), there(one + 8), there(other), there(other + 8)]
+    let [a, b, c, d] = [eight(one), eight(one + 8), eight(other), eight(other + 8)];
+    let there = |at: u32, values: [f32; 8]| if at < k { values } else { [0.0; 8] };
+    [there(one, a), there(one + 8, b), there(other, c), there(other + 8, d)]
 }
 
 /// [`Afar::made`] of weights in fewer bits.
@@ -210,7 +217,8 @@ pub(crate) unsafe fn form_of(call: &Call<'_>, [gate, up]: [usize; 2]) -> Option<
         let bytes = if gate.is_packed() { strides } else { 2 * strides };
         let are_aligned = gate.weight_row([0, 0]).is_aligned(16) && up.weight_row([0, 0]).is_aligned(16);
         let k = gate.extent(2);
-        let filled = by_form!(kind, F => k.next_multiple_of(F::FILLED));
+        // A choice of forms would be a table in memory.
+        let filled = if gate.is_packed() { k.next_multiple_of(MOST_FILLED) } else { k };
         let has_room = k > 0 && k.is_multiple_of(8) && filled <= routing::most_staged(gate.extent(0));
         (has_room && gate.dtype() == up.dtype() && are_aligned && bytes.is_multiple_of(16)).then_some(kind)
     }
@@ -493,6 +501,8 @@ pub(crate) unsafe fn parts<P: Numbered>(
                 let [slot, unit] = slots.units.split(from + at);
                 let row = x.address([r, slot, 0]);
                 let eight = |first: u32| {
+                    // Of one that is not there the row's first comes.
+                    let first = if first < k { first } else { 0 };
                     let at = row.wrapping_add(4 * first as usize);
                     singles(memory::load16(at), memory::load16(at.wrapping_add(16)))
                 };

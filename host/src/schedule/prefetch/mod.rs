@@ -235,7 +235,7 @@ fn experts_bytes(graph: &ThreadBlockGraph, op: &BlockOp, operands: &[Operand], c
 /// The longest row in lines that is carried: all of it in one tile, whatever the machine's are.
 const MOST_LINES_BYTES: u64 = 24 << 10;
 
-/// Whether bulk copies can carry `operand` row by row. What is experts' alone, MXFP4, no loader brings, and no body takes so in more than one way.
+/// Whether bulk copies can carry `operand` row by row. MXFP4 is experts' alone, whom no loader serves.
 fn is_carried(operand: &Operand) -> bool {
     let most = match operand.dtype() {
         Some(DType::F32 | DType::Bf16 | DType::F16) => u64::MAX,
