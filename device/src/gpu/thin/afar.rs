@@ -183,7 +183,11 @@ unsafe fn taken<P: Numbered>(at: impl Place) -> P::Row {
 /// As there.
 pub(super) unsafe fn make_numbers<P: Numbered>(unit: u32, k: u32) {
     // SAFETY: the caller's promise: the numbers take the place of what they are made of, for which the row filled up has room.
-    unsafe { put::<P>(InPlace(unit), P::of(eights_of::<P>(unit, k, |at| staged_eight(at)))) }
+    unsafe {
+        // Nothing has been staged beyond the row.
+        let eight = |at: u32| if at < k { staged_eight(at) } else { [0.0; 8] };
+        put::<P>(InPlace(unit), P::of(eights_of::<P>(unit, k, eight)));
+    }
 }
 
 /// What unit `unit` of a row of `k` elements is made of: what `eight` says of its eights, all of which it is asked for at once, zeros of those that are
