@@ -34,7 +34,7 @@ pub(crate) trait Afar: Units + LookedUp {
     /// Asks for unit `unit` of the row at `row`.
     ///
     /// # Safety
-    /// The row has it, and begins on sixteen bytes; of lines, on one.
+    /// The row has it, and begins on sixteen bytes.
     unsafe fn fetch(row: *const u8, unit: u32) -> Self::Fetched;
 
     /// What was fetched, as it is multiplied.
@@ -420,8 +420,8 @@ pub(crate) unsafe fn has_parts<P: Numbered>(call: &Call<'_>, [x, w]: [usize; 2])
         let is_whole = k > 0 && k.is_multiple_of(8);
         let are_aligned = x.address([0, 0, 0]).addr().is_multiple_of(16)
             && (x.stride(0) | x.stride(1)).is_multiple_of(4)
-            && w.weight_row([0, 0]).is_aligned(64)
-            && (w.stride(0) | w.stride(1)).is_multiple_of(64);
+            && w.weight_row([0, 0]).is_aligned(16)
+            && (w.stride(0) | w.stride(1)).is_multiple_of(16);
         let has_room = w.extent(1) <= MOST_COLUMNS || slots * units_of::<P>(k) <= group::<P>();
         x.dtype() == F32 && P::is_of(w.dtype()) && is_whole && are_aligned && has_room
     }
