@@ -756,7 +756,7 @@ mod linear {
     fn activations_that_are_not_finite_show_through_few_bits() {
         let eight_bit = Memory::q8(5, 130, |r, i| (r + i) as i8 | 1, |_, _| 0.1);
         // In none is the bad one's weight zero.
-        let fours = |dtype| Memory::fours(dtype, [5, 130], |r, i| (r + i) as u8 % 16 | 1, |_, _| 0.1);
+        let fours = |dtype| Memory::fours(dtype, [5, 130], |r, i| ((r + i) as u8 % 16) | 1, |_, _| 0.1);
         let all = [eight_bit, fours(DType::Q4), fours(DType::Mx4)];
         for (isa, w) in Isa::available().iter().flat_map(|isa| all.iter().map(move |w| (isa, w))) {
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
