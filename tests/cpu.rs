@@ -42,3 +42,5 @@ mod reuse;
 mod schedule;
 #[path = "cpu/simt.rs"]
 mod simt;
+#[path = "cpu/sinks.rs"]
+mod sinks;

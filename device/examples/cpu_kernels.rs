@@ -332,7 +332,7 @@ fn attend() {
                             let k = cache.tensor(dtype, 2 * layer * half, &[n_kv, context, d]);
                             let v = cache.tensor(dtype, (2 * layer + 1) * half, &[n_kv, context, d]);
                             let step = Step { first_pos: context as u32 - 1, rows: 1, ..Step::default() };
-                            call::<Attention>(&[q, k, v, y], params, step, &mut scratch);
+                            call::<Attention>(&[q, k, v, y, Tensor::ABSENT], params, step, &mut scratch);
                         }
                     });
                     (layers * 4 * half) as f64 / seconds / 1e9
@@ -369,7 +369,7 @@ fn attend() {
                         let k = cache.tensor(dtype, 0, &[n_kv, context, d]);
                         let v = cache.tensor(dtype, n_kv * context * d, &[n_kv, context, d]);
                         let step = Step { first_pos: before as u32, rows: rows as u32, ..Step::default() };
-                        call::<Attention>(&[q, k, v, y], param_words(&params), step, &mut scratch);
+                        call::<Attention>(&[q, k, v, y, Tensor::ABSENT], param_words(&params), step, &mut scratch);
                     });
                     let of_row = |row| params.seen([before as u32, rows as u32], row as u32);
                     let seen: usize = (0..rows).map(of_row).map(|(first, end)| (end - first) as usize).sum();

@@ -6,7 +6,9 @@ use perpetua::device::kernels::routing::Weighting;
 use perpetua::engine::Resident;
 use perpetua::exec::RunError;
 use perpetua::exec::memory::NoWeights;
-use perpetua::graph::kernel::{EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, Mask, Pooled, RopeArgs};
+use perpetua::graph::kernel::{
+    AttentionArgs, EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, Mask, Pooled, RopeArgs,
+};
 use perpetua::graph::lower::Target;
 use perpetua::graph::tensor::{BufferKind, TensorId};
 use perpetua::model::{SynthOptions, SynthSource, synth};
@@ -483,6 +485,7 @@ fn tensors_of_no_graph_are_refused_by_name() {
     let mut graph = KernelGraph::new();
     let x = graph.input("x", &[2, 8], DType::F32).unwrap();
     let q = graph.input("q", &[2, 1, 2, 4], DType::F32).unwrap();
+    let attends = AttentionArgs { scale: 1.0, mask: Mask::Causal, sinks: None };
     let rope = |q, k| RopeArgs { q, k, v: k, norms: None, frequencies: far, turned_pairs: 2, factor: 1.0, eps: 1e-6 };
     let experts = |gate| ExpertArgs {
         logits: far,
@@ -510,9 +513,10 @@ fn tensors_of_no_graph_are_refused_by_name() {
         message(graph.experts("a", x, experts(far))),
         message(graph.rope("a", rope(q, far), [x, x])),
         message(graph.rope("a", rope(far, x), [x, x])),
-        message(graph.attention("a", far, [x, x], 1.0, Mask::Causal)),
-        message(graph.attention("a", q, [far, x], 1.0, Mask::Causal)),
-        message(graph.attend_each("a", rope(far, x), 1.0, Mask::Causal, |_| Ok([x, x]))),
+        message(graph.attention("a", far, [x, x], attends)),
+        message(graph.attention("a", q, [far, x], attends)),
+        message(graph.attention("a", q, [x, x], AttentionArgs { sinks: Some(far), ..attends })),
+        message(graph.attend_each("a", rope(far, x), attends, |_| Ok([x, x]))),
         message(graph.select_row("a", far)),
         message(graph.pool("a", far, Pooled::Mean, false)),
         message(graph.sample("a", far, x)),

@@ -848,10 +848,12 @@ mod attention {
         /// What stands at positions nobody may see, and sometimes among those that are seen.
         kind: u32,
         order: Order,
+        /// How large sinks are, if there are such.
+        sinks: Option<f32>,
         seed: u64,
     }
 
-    fn operands(c: &Case) -> [Memory; 4] {
+    fn operands(c: &Case) -> [Memory; 5] {
         let context = c.first_pos + c.rows + 3;
         let q = [c.rows, c.n_kv, c.group, c.d];
         let visible = c.first_pos + c.rows;
@@ -865,7 +867,15 @@ mod attention {
             cache(1),
             cache(2),
             Memory::new(DType::F32, &q, 0, 0, |_| 77.0),
+            c.sinks.map_or_else(Memory::absent, |size| {
+                Memory::new(c.q_dtype, &[c.n_kv, c.group], 3, 1, |i| size * noise(c.seed ^ 3, i))
+            }),
         ]
+    }
+
+    /// None, or as large as scores, or far above and below them.
+    fn sinks() -> impl Strategy<Value = Option<f32>> {
+        prop_oneof![Just(None), Just(Some(2.0)), Just(Some(100.0)), Just(Some(6e4))]
     }
 
     fn params(c: &Case) -> Params {
@@ -886,10 +896,10 @@ mod attention {
         fn agrees_with_its_reference(
             isa in isas(), dtype in dtypes(), rows in 1..below(40, 5), n_kv in 1usize..3, group in 1..below(10, 4),
             d in 1..below(150, 24), first_pos in 0..below(200, 70), seen in seen(150), sharp in 0.1f32..8.0, kind in 0u32..20,
-            seed in any::<u64>(),
+            sinks in sinks(), seed in any::<u64>(),
         ) {
             let (q_dtype, order) = (DType::F32, Order::Lanes);
-            agrees(isa, Case { dtype, q_dtype, rows, n_kv, group, d, first_pos, seen, sharp, kind, order, seed })?;
+            agrees(isa, Case { dtype, q_dtype, rows, n_kv, group, d, first_pos, seen, sharp, kind, order, sinks, seed })?;
         }
     }
 
@@ -899,11 +909,12 @@ mod attention {
         #[test]
         fn of_prompts_agrees_with_its_reference(
             q_dtype in dtypes(), rows in 1..below(40, 4), n_kv in 1..below(3, 2), group in 1..below(5, 3), d in 1..below(4, 2),
-            ragged in 0usize..32, rounds in any::<bool>(), first_pos in 0..below(600, 10), seen in seen(400), sharp in 0.1f32..8.0, kind in 0u32..20, seed in any::<u64>(),
+            ragged in 0usize..32, rounds in any::<bool>(), first_pos in 0..below(600, 10), seen in seen(400), sharp in 0.1f32..8.0, kind in 0u32..20,
+            sinks in sinks(), seed in any::<u64>(),
         ) {
             let ragged = if Isa::best().has_matrix_unit() { 0 } else { ragged };
             let (dtype, d, order) = (DType::Bf16, 32 * d - ragged, if rounds { Order::Rounded } else { Order::Prompt });
-            let case = Case { dtype, q_dtype, rows, n_kv, group, d, first_pos, seen, sharp, kind, order, seed };
+            let case = Case { dtype, q_dtype, rows, n_kv, group, d, first_pos, seen, sharp, kind, order, sinks, seed };
             agrees(Isa::best(), case)?;
         }
     }
@@ -912,7 +923,8 @@ mod attention {
         // Where they see what comes after them, more rows; and what one does not see, f32's body multiplies with zero.
         let sees_alike = case.seen[1] == 0 || case.seen == [ALL; 2];
         let rows = case.rows * if case.seen[1] > 0 { 2 } else { 1 };
-        let case = Case { rows, kind: if sees_alike { case.kind } else { 0 }, ..case };
+        let sinks = if case.seen[1] > 0 { None } else { case.sinks };
+        let case = Case { rows, kind: if sees_alike { case.kind } else { 0 }, sinks, ..case };
         let (io, step) = (operands(&case), step(case.first_pos as u32, case.rows as u32));
         let [mut expected, got] = both::<Attention>(isa, &params(&case), &io, step, 0);
         // In pairs queries are rounded, and exponentials, each by 2^-9 of itself: no value is larger than 1.
@@ -941,7 +953,8 @@ mod attention {
             // Where there are no pairs, a prompt that may be rounded is as any.
             let orders = bf16.into_iter().chain([(DType::F32, Order::Lanes)]);
             let orders = orders.filter(|(_, order)| *order != Order::Rounded || isa.multiplies_pairs());
-            for ((dtype, order), window) in orders.flat_map(|order| [(order, ALL), (order, 70)]) {
+            let ways = [(ALL, None), (ALL, Some(3.0)), (70, None), (70, Some(3.0))];
+            for ((dtype, order), (window, sinks)) in orders.flat_map(|order| ways.map(|way| (order, way))) {
                 let (rows, n_kv, group, d) = if order == Order::Lanes { (150, 2, 3, 48) } else { (270, 2, 3, 32) };
                 let case = Case {
                     dtype,
@@ -955,6 +968,7 @@ mod attention {
                     sharp: 3.0,
                     kind: 0,
                     order,
+                    sinks,
                     seed: 7,
                 };
                 let io = operands(&case);
@@ -963,11 +977,11 @@ mod attention {
                 for r in [0, 1, 62, 63, 64, 65, 100, 149, 255, 256, 269].into_iter().filter(|r| *r < rows) {
                     let q = Memory::new(DType::F32, &[1, n_kv, group, d], 0, 0, |i| 3.0 * noise(7, r * row + i));
                     let y = Memory::new(DType::F32, &[1, n_kv, group, d], 0, 0, |_| 77.0);
-                    let io = [q, io[1].clone(), io[2].clone(), y];
+                    let io = [q, io[1].clone(), io[2].clone(), y, io[4].clone()];
                     let one = both::<Attention>(*isa, &params(&case), &io, step(r as u32, 1), 0)[1][3].values();
                     assert!(
                         one.iter().zip(&whole[r * row..]).all(|(a, b)| a.to_bits() == b.to_bits()),
-                        "{} {dtype} {order:?} row {r} of {window}",
+                        "{} {dtype} {order:?} row {r} of {window}, sinks {sinks:?}",
                         isa.name()
                     );
                 }
@@ -989,6 +1003,7 @@ mod attention {
             sharp: 1.0,
             kind: 0,
             order: Order::Lanes,
+            sinks: None,
             seed: 1,
         };
         let io = operands(&case);

@@ -412,6 +412,20 @@ impl Case {
         }
     }
 
+    /// Sinks of queries of `heads` x `group`, or none: as large as scores, far above all of them, or far below.
+    fn maybe_sinks(&mut self, random: &mut Random, [heads, group]: [u32; 2], is_causal: bool) {
+        if !is_causal || random.flip() {
+            return self.absent();
+        }
+        let dtype = random.dtype();
+        self.push(random, dtype, &[heads, group], |random| match random.below(8) {
+            0 => 60.0,
+            1 => -60.0,
+            2 => 3e4 * random.float(),
+            _ => 2.0 * random.float(),
+        });
+    }
+
     fn absent(&mut self) {
         self.operands.push(Operand::ABSENT);
         self.memory.push(vec![0; 1]);
@@ -1368,6 +1382,7 @@ fn attention(random: &mut Random, round: usize) {
     case.floats(random, dtype, &[heads, context, d]);
     case.floats(random, dtype, &[heads, context, d]);
     case.push(random, DType::F32, &[rows, heads, group, d], |_| 7.0);
+    case.maybe_sinks(random, [heads, group], ahead == 0);
     case.row_first = random.below(3);
     case.step.first_pos = random.below(context - 8);
     case.step.rows = case.row_first + random.one_to(rows);
@@ -1422,6 +1437,7 @@ fn attention_of_many(random: &mut Random, round: usize) {
     } else {
         case.push_placed(random, dtype, &[rows, heads, group, d], |_| 7.0, is_whole);
     }
+    case.maybe_sinks(random, [heads, group], ahead == 0);
     case.compare("attention of many");
     // The last shares of few positions among many have none.
     let (first, end) = perpetua_shared::data::share(visible, window, splits, case.split);
@@ -1464,6 +1480,7 @@ fn attention_of_few(random: &mut Random, round: usize) {
         let dtype = random.dtype();
         case.push(random, dtype, &[rows, heads, group, d], |_| 7.0);
     }
+    case.maybe_sinks(random, [heads, group], true);
     case.compare("attention of few");
     let (first, end) = perpetua_shared::data::share(visible, window, splits, case.split);
     let is_for_tensor_cores = first < end && (case.step.rows - case.row_first) * group >= 2;
@@ -1501,6 +1518,7 @@ fn split_attention(random: &mut Random, round: usize) {
     push_cache(&mut case, random, dtype, [heads, context, d], visible, false);
     push_cache(&mut case, random, dtype, [heads, context, d], visible, false);
     case.push(random, DType::F32, &[heads, 1, group, attention::FOUND + d], |_| 7.0);
+    case.maybe_sinks(random, [heads, group], true);
     case.split = if round.is_multiple_of(4) { splits - 1 } else { random.below(splits) };
     (case.step.first_pos, case.step.rows) = (visible - 1, 1);
     case.judge("attention, split");
@@ -1527,6 +1545,7 @@ fn decode_attention_case(
     push_cache(&mut case, random, dtype, [heads, context, d], visible - 1, false);
     let y = if splits > 1 { [heads, 1, group, attention::FOUND + d] } else { [1, heads, group, d] };
     case.push(random, DType::F32, &y, |_| 7.0);
+    case.maybe_sinks(random, [heads, group], true);
     (case.step.first_pos, case.step.rows) = (visible - 1, 1);
     case
 }
@@ -1590,6 +1609,7 @@ fn splits_merged_are_the_whole(random: &mut Random, round: usize) {
     case.push(random, DType::F32, &[rows, heads, group, d], |_| 7.0);
     case.push(random, DType::F32, &[heads, splits, rows * group, attention::FOUND + d], |_| 7.0);
     case.push(random, DType::F32, &[rows, heads, group, d], |_| 7.0);
+    case.maybe_sinks(random, [heads, group], true);
     let step = Step { first_pos: visible - 1, rows, ..Step::default() };
     let run = |kernel: &Spec, params, slots: &[usize], memory: &mut [Vec<u128>], block, operands: &[Operand]| {
         let tensor = |slot: &usize| {
@@ -1601,17 +1621,17 @@ fn splits_merged_are_the_whole(random: &mut Random, round: usize) {
         let io: Vec<Operand> = slots.iter().map(|slot| operands[*slot]).collect();
         kernel.check(&params, &io).expect("a task");
         (kernel.reference)(&io::Call { tensors: &tensors, task: &task, step: &step, programs: &[] }).expect("sound");
-        tensors.last().copied().expect("an output")
+        tensors[kernel.slots.iter().position(|slot| slot.usage == Use::Write).expect("an output")]
     };
     let [attention, merge] = [Attention::TASK_TYPE, AttentionMerge::TASK_TYPE].map(|n| Spec::of(n).expect("listed"));
-    let expected = run(attention, case.params, &[0, 1, 2, 3], &mut case.memory, [0; 3], &case.operands);
+    let expected = run(attention, case.params, &[0, 1, 2, 3, 6], &mut case.memory, [0; 3], &case.operands);
     let params =
         param_words(&attention::Params { scale: 0.5, window: attention::ALL, ahead: 0, splits, ..Default::default() });
     let whole = case.operands[4];
     for split in 0..splits {
         case.operands[4].extent[1] = 1;
         case.operands[4].offset_bytes = whole.offset_bytes + u64::from(split * whole.stride_elems[1] * 4);
-        run(attention, params, &[0, 1, 2, 4], &mut case.memory, [0, split, 0], &case.operands);
+        run(attention, params, &[0, 1, 2, 4, 6], &mut case.memory, [0, split, 0], &case.operands);
     }
     case.operands[4] = whole;
     let merged = run(merge, [0; 8], &[4, 5], &mut case.memory, [0; 3], &case.operands);

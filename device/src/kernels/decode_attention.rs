@@ -3,13 +3,13 @@
 //!
 //! q: [1, kv_heads, group, d]; k, v: [1, kv_heads, d]; q_norm, k_norm: [d], optional; frequencies: [d/2] f32; k_cache, v_cache:
 //! [kv_heads, context, d]; y: [1, kv_heads, group, d]. q, k and v are only read: the turned query stays in shared memory,
-//! group * d at most [`MAX_QUERY`]. Split as `attention` is, block axis 1 saying which share of the positions is the
+//! group * d at most [`MAX_QUERY`]; sinks: as `attention`'s. Split as `attention` is, block axis 1 saying which share of the positions is the
 //! task's, y is [kv_heads, 1, group, 4 + d] for [`attention_merge`](super::attention_merge); the task whose share ends with
 //! the pass's position appends. f32 accumulation; keys and values count as the cache keeps them.
 
 #[cfg(not(target_arch = "nvptx64"))]
 use super::attention::FOUND;
-use super::attention::gpu::{Head, Heads, Kept, PART, SLICE, attend, keep, merge, part, put, put_sums};
+use super::attention::gpu::{Head, Heads, Kept, PART, SLICE, attend, keep, merge, part, put, put_sums, sink};
 use super::attention::group::{self, Group};
 use super::*;
 use crate::arch::{memory, shared};
@@ -84,6 +84,7 @@ slots! {
     K_CACHE: append "k_cache",
     V_CACHE: append "v_cache",
     Y: write "y",
+    SINKS: optional "sinks",
 }
 
 /// What a record says of a task ([`Turn::known`](perpetua_shared::Turn::known)): whether its queries are taken as a [`Group`], and its splits, to
@@ -111,13 +112,14 @@ impl MacroKernel for DecodeAttention {
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
         rope::check(p.turned_pairs, io)?;
         p.attention().check()?;
-        let [q, .., k_cache, v_cache, y] = io else { unreachable!("slots were counted") };
+        let [q, .., k_cache, v_cache, y, sinks] = io else { unreachable!("slots were counted") };
         rules::extent("q", q, 0, 1)?;
         let [_, heads, group, d] = q.extent;
         if group.saturating_mul(d) > MAX_QUERY {
             return Err(format!("`q` has {group} x {d} elements a key/value head, expected at most {MAX_QUERY}"));
         }
         rules::extent("v_cache", v_cache, 1, k_cache.extent[1])?;
+        attention::check_sinks(sinks, q)?;
         rules::rank("y", y, 4)?;
         rules::unit_stride("y", y)?;
         if p.splits <= 1 {
@@ -131,14 +133,15 @@ impl MacroKernel for DecodeAttention {
 
     fn cost(p: &Params, io: &[Operand]) -> Cost {
         // Over the whole context: the length at run time is not known here.
-        let [read @ .., k_cache, v_cache, y] = io else { return Cost::default() };
+        let [read @ .., k_cache, v_cache, y, sinks] = io else { return Cost::default() };
         let [q, k, ..] = read else { return Cost::default() };
         let splits = u64::from(p.splits.max(1));
         let positions = u64::from(k_cache.extent[1]);
         let most = u64::from(p.attention().most_seen(k_cache.extent[1])).div_ceil(splits);
         let share = |o: &Operand| o.bytes() / positions.max(1) * most;
+        let of_caches = total([share(k_cache), share(v_cache)]);
         Cost {
-            bytes_read: read.iter().fold(total([share(k_cache), share(v_cache)]), |sum, x| total([sum, x.bytes()])),
+            bytes_read: read.iter().chain([sinks]).fold(of_caches, |sum, x| total([sum, x.bytes()])),
             bytes_written: y.bytes(),
             flops: total([product([6, total([q.len_elems(), k.len_elems()])]), product([4, q.len_elems(), most])]),
         }
@@ -146,7 +149,8 @@ impl MacroKernel for DecodeAttention {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
-        let [q, k, v, q_norm, k_norm, frequencies, k_cache, v_cache, y] = core::array::from_fn(|i| call.tensor(i));
+        let [q, k, v, q_norm, k_norm, frequencies, k_cache, v_cache, y, sinks] =
+            core::array::from_fn(|i| call.tensor(i));
         let (heads, group, d) = (q.extent(1), q.extent(2), q.extent(3));
         let pos = call.step.first_pos as usize;
         let turn = |x: Vec<f32>, norm: &crate::io::Tensor| rope::turned(&p.rope(), &x, norm, &frequencies, pos);
@@ -160,7 +164,9 @@ impl MacroKernel for DecodeAttention {
             }
             for g in 0..group {
                 let q = turn((0..d).map(|i| q.get([0, h, g, i])).collect(), &q_norm);
-                let (max, total, sums) = attention::attended(&q, [&k_cache, &v_cache], h, positions.clone(), p.scale);
+                let sink = attention::sink(&sinks, [p.splits, call.task.block[1]], [h, g]);
+                let caches = [&k_cache, &v_cache];
+                let (max, total, sums) = attention::attended(&q, caches, h, positions.clone(), p.scale, sink);
                 if p.splits <= 1 {
                     (0..d).for_each(|i| y.set([0, h, g, i], sums[i] / total));
                 } else {
@@ -266,9 +272,12 @@ impl MacroKernel for DecodeAttention {
                 if is_fit {
                     let block = Block { thread: memory::opaque_word(block.thread), threads: block.threads };
                     let y = call.tensor(slot::Y);
-                    let row = |g| if p.splits > 1 { y.row([h, 0, g]) } else { y.row([0, h, g]) };
-                    group_of().attend((first, end), &group::All, &block, row, |row, i, found| {
-                        put_sums(p.splits, (call, &call.tensor(slot::Y)), row, i, found);
+                    let to = |g| {
+                        let row = if p.splits > 1 { y.row([h, 0, g]) } else { y.row([0, h, g]) };
+                        (row, sink(p.splits, call, slot::SINKS, [h, g]))
+                    };
+                    group_of().attend((first, end), &group::All, &block, to, |(row, sink), i, found| {
+                        put_sums(p.splits, (call, &call.tensor(slot::Y)), row, i, found.with(*sink));
                     });
                 } else {
                     cold_path();
@@ -316,7 +325,7 @@ unsafe fn one_by_one(p: &Params, call: &gpu::Call<'_>, block: &Block, h: u32, (f
                 let (from, to) = part((first, end), unit % parts, parts);
                 let found = attend(&head, slice, from, to, lane);
                 if parts == 1 {
-                    put(&p.attention(), (call, &call.tensor(slot::Y)), [0, h, g], d, slice, lane, &found);
+                    put(&p.attention(), (call, [slot::Y, slot::SINKS]), [0, h, g], d, slice, lane, found);
                 } else {
                     keep(PARTS + unit * PART, &found, lane);
                 }
@@ -327,7 +336,7 @@ unsafe fn one_by_one(p: &Params, call: &gpu::Call<'_>, block: &Block, h: u32, (f
                 let g = block.warp();
                 if g < group {
                     let found = merge(PARTS + g * parts * PART, parts, (first, end), lane);
-                    put(&p.attention(), (call, &call.tensor(slot::Y)), [0, h, g], d, slice, lane, &found);
+                    put(&p.attention(), (call, [slot::Y, slot::SINKS]), [0, h, g], d, slice, lane, found);
                 }
             }
             slice += SLICE;

@@ -53,16 +53,19 @@ pub fn files() -> Vec<File> {
     ]
 }
 
-/// `y = softmax(scale * q . k^T) . v` of up to `d` dimensions, `positions` keys and values at a time, with exponentials of 2.
+/// `y = softmax(scale * q . k^T, sink) . v` of up to `d` dimensions, `positions` keys and values at a time, with exponentials of 2. A row's sink is
+/// a score of no value, in powers of 2, too.
 pub fn flash_attention(d: u32, positions: u32) -> Body {
     let doc = format!(
-        "y = softmax(scale * q . k^T) . v, base 2, of up to {d} columns, over the positions that each row sees."
+        "y = softmax(scale * q . k^T) . v, base 2, of up to {d} columns, over the positions that each row sees, and a score without value."
     );
     let (mut body, [q, k, v, y]) = Body::new(&format!("attend_{d}"), &doc, ["q", "k", "v", "y"]);
     let queries = body.tile("queries", Place::Own { columns: d });
-    let Found { sums, total, .. } = attend(&mut body, queries, positions, [q, k, v], Extent::Seen(k));
+    let found = attend(&mut body, queries, positions, [q, k, v], Extent::Seen(k));
+    let [_, shrink] = with_sinks(&mut body, &found);
+    let Found { sums, total, .. } = found;
     let inverse = body.tile("inverse", Place::PerRow);
-    body.op(Op::Map { to: inverse, expr: reciprocal(of(total)) });
+    body.op(Op::Map { to: inverse, expr: of(shrink) * reciprocal(of(total)) });
     body.op(Op::Map { to: sums, expr: of(sums) * of(inverse) });
     body.op(Op::Keep { to: queries, from: sums });
     body.op(Op::Write { to: y, from: queries, column: Start::FIRST, update: Update::Set });
@@ -73,12 +76,15 @@ pub fn flash_attention(d: u32, positions: u32) -> Body {
 /// there, the total, two columns that are nobody's, and the sums.
 pub fn flash_attention_share(d: u32, positions: u32) -> Body {
     let doc = format!(
-        "found = max, total, and sums of exp2(scale * q . k^T - max) . v, of up to {d} columns, over a share of the positions that each row sees."
+        "found = max, total, and sums of exp2(scale * q . k^T - max) . v, of up to {d} columns, over a share of the positions that each row sees, and a score without value."
     );
     let (mut body, [q, k, v, found]) = Body::new(&format!("attend_share_{d}"), &doc, ["q", "k", "v", "found"]);
     let queries = body.tile("queries", Place::Own { columns: d });
-    let Found { sums, max, total } = attend(&mut body, queries, positions, [q, k, v], Extent::Share);
-    body.op(Op::Map { to: max, expr: of(max) * Expr::Constant(LN_2) });
+    let made = attend(&mut body, queries, positions, [q, k, v], Extent::Share);
+    let [all, shrink] = with_sinks(&mut body, &made);
+    let Found { sums, max, total } = made;
+    body.op(Op::Map { to: sums, expr: of(sums) * of(shrink) });
+    body.op(Op::Map { to: max, expr: of(all) * Expr::Constant(LN_2) });
     body.op(Op::Keep { to: queries, from: sums });
     body.op(Op::Write { to: found, from: queries, column: Start::FIRST.plus(FOUND), update: Update::Set });
     for (from, column) in [(max, 0), (total, 1)] {
@@ -146,6 +152,18 @@ fn attend(body: &mut Body, queries: TileId, positions: u32, [q, k, v]: [GlobalId
         body.op(Op::Map { to: max, expr: of(new) });
     });
     Found { sums, max, total }
+}
+
+/// Makes each row's sink one of its scores, of which a row without one has -inf, which changes nothing: the total is with it, and returned are the maximum
+/// and what the sums are yet to be multiplied with.
+fn with_sinks(body: &mut Body, found: &Found) -> [TileId; 2] {
+    let Found { max, total, .. } = *found;
+    let [sink, all, shrink] = ["sink", "all", "shrink"].map(|name| body.tile(name, Place::PerRow));
+    body.ask("sinks", sink);
+    body.op(Op::Map { to: all, expr: larger(of(max), of(sink)) });
+    body.op(Op::Map { to: shrink, expr: exp2(of(max) - of(all)) });
+    body.op(Op::Map { to: total, expr: of(total) * of(shrink) + exp2(of(sink) - of(all)) });
+    [all, shrink]
 }
 
 /// `y = ` what shares of the positions found together, each in `d + 8` columns of `found`, as [`attend_share`] left them in the first `d + 2`.

@@ -57,7 +57,7 @@ fn named(body: &Body) -> Result<(), Vec<String>> {
             }
         }
     }
-    body.scalars.iter().for_each(|name| names.take("an argument", name));
+    body.scalars.iter().chain(&body.of_rows).for_each(|name| names.take("an argument", name));
     body.tiles.iter().for_each(|tile| names.take("a tile", &tile.name));
     names.steps(&body.steps);
     if names.wrong.is_empty() { Ok(()) } else { Err(names.wrong) }
@@ -135,6 +135,9 @@ impl<'a> Names<'a> {
                     self.wrong.push(format!("`{name}` is no argument of the body"));
                 }
             }),
+            Op::Ask { of, .. } if !self.body.of_rows.contains(of) => {
+                self.wrong.push(format!("`{of}` is no argument of the body that says something of rows"));
+            }
             _ => {}
         }
     }
@@ -268,6 +271,7 @@ impl Judge<'_> {
                 self.read.push(self.body.base(*from));
             }
             Op::Fill { to, .. } => self.expect(self.is_register(*to), *to, "registers"),
+            Op::Ask { to, .. } => self.expect(self.place(*to) == Place::PerRow, *to, "a number for each row"),
             Op::Product { into, a, b, by } => self.product(*into, *a, *b, *by),
             Op::Map { to, expr } => {
                 self.expect(self.is_register(*to), *to, "registers");

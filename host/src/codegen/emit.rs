@@ -94,6 +94,7 @@ impl Emitter<'_, '_> {
         if asks.share {
             arguments.push("share: [u32; 2]".to_owned());
         }
+        arguments.extend(body.of_rows.iter().map(|name| format!("{name}: impl Fn(u32) -> f32")));
         arguments.extend(body.scalars.iter().map(|name| format!("{name}: f32")));
         let (rows, written) = (self.global(body.rows).to_owned(), self.global(body.base(body.rows)).to_owned());
         for name in ["Lane", "Rows", "WARP_ROWS"] {
@@ -329,6 +330,12 @@ impl Emitter<'_, '_> {
                     }
                     place => unreachable!("{place:?} is not filled"),
                 };
+                self.set(*to, &text, after);
+            }
+            Op::Ask { to, of } => {
+                self.uses("gpu::tile", "PerRow");
+                let rows = self.global(self.plan.body.rows);
+                let text = format!("PerRow(lane.each_row({rows}.count, &{of}))");
                 self.set(*to, &text, after);
             }
             Op::Product { into, a, b, by } => {

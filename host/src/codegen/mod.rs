@@ -331,6 +331,13 @@ pub enum Op {
         /// How it lies.
         by: By,
     },
+    /// An argument of the body, what it says of each row.
+    Ask {
+        /// PerRow.
+        to: TileId,
+        /// Which.
+        of: String,
+    },
     /// Element by element of one tile of its shape, of Eights also of two, or row by row.
     Map {
         /// In registers.
@@ -402,6 +409,8 @@ pub struct Body {
     pub globals: Vec<Global>,
     /// Its other arguments', f32.
     pub scalars: Vec<String>,
+    /// Those that say an f32 of each row.
+    pub of_rows: Vec<String>,
     /// Its tiles.
     pub tiles: Vec<Tile>,
     /// The operand whose rows the block goes over: one it writes.
@@ -419,6 +428,7 @@ impl Body {
             doc: doc.to_owned(),
             globals: globals.map(|name| Global { name: name.to_owned(), through: None }).to_vec(),
             scalars: Vec::new(),
+            of_rows: Vec::new(),
             tiles: Vec::new(),
             rows: GlobalId(N - 1),
             steps: Vec::new(),
@@ -449,6 +459,12 @@ impl Body {
     pub fn scalar(&mut self, name: &str) -> Expr {
         self.scalars.push(name.to_owned());
         Expr::Scalar(name.to_owned())
+    }
+
+    /// Asks argument `name` next, of each row, to tile `to`.
+    pub fn ask(&mut self, name: &str, to: TileId) {
+        self.of_rows.push(name.to_owned());
+        self.op(Op::Ask { to, of: name.to_owned() });
     }
 
     /// Does `op` next.
@@ -492,7 +508,7 @@ impl Op {
     /// The tiles it reads.
     pub(crate) fn reads(&self) -> Vec<TileId> {
         match self {
-            Op::Load { .. } | Op::Split { .. } | Op::Read { .. } | Op::Fill { .. } => Vec::new(),
+            Op::Load { .. } | Op::Split { .. } | Op::Read { .. } | Op::Fill { .. } | Op::Ask { .. } => Vec::new(),
             Op::Product { into, a, b, .. } => vec![*into, *a, *b],
             Op::Map { expr, .. } => expr.tiles(),
             Op::Reduce { of, .. } => vec![*of],
@@ -504,7 +520,7 @@ impl Op {
     pub(crate) fn writes(&self) -> Option<TileId> {
         match self {
             Op::Load { to, .. } | Op::Split { to, .. } | Op::Fill { to, .. } | Op::Map { to, .. } => Some(*to),
-            Op::Read { to, .. } | Op::Reduce { to, .. } | Op::Keep { to, .. } => Some(*to),
+            Op::Read { to, .. } | Op::Reduce { to, .. } | Op::Keep { to, .. } | Op::Ask { to, .. } => Some(*to),
             Op::Product { into, .. } => Some(*into),
             Op::Write { .. } => None,
         }

@@ -607,20 +607,19 @@ impl KernelGraph {
         self.add::<kernels::Rope>(name, &params, &operands, &[heads, rows])
     }
 
-    /// softmax(q . k^T * scale) . v as `[rows, kv_heads * group * d]`, over the positions that `mask` lets each row see. q: `[rows, kv_heads, group, d]`; k, v: `[kv_heads,
+    /// softmax(q . k^T * scale) . v as `[rows, kv_heads * group * d]`, as `args` say. q: `[rows, kv_heads, group, d]`; k, v: `[kv_heads,
     /// context, d]`.
     pub fn attention(
         &mut self,
         name: &str,
         q: TensorId,
         [k, v]: [TensorId; 2],
-        scale: f32,
-        mask: Mask,
+        args: AttentionArgs,
     ) -> Result<TensorId, GraphError> {
         let [rows, n_kv, group, d] = self.dims_of(name, "q", q)?;
         let flat = self.intermediate(name, &[rows, n_kv * group * d], DType::F32)?;
         let y = self.reshape(flat, &[rows, n_kv, group, d])?;
-        self.attention_into(name, q, [k, v], y, scale, mask)?;
+        self.attention_into(name, q, [k, v], y, args)?;
         Ok(flat)
     }
 
@@ -631,15 +630,14 @@ impl KernelGraph {
         q: TensorId,
         [k, v]: [TensorId; 2],
         y: TensorId,
-        scale: f32,
-        mask: Mask,
+        AttentionArgs { scale, mask, sinks }: AttentionArgs,
     ) -> Result<(), GraphError> {
         let [rows, n_kv, _, _] = self.dims_of(name, "q", q)?;
-        use kernels::attention::slot::{K, Q, V, Y};
+        use kernels::attention::slot::{K, Q, SINKS, V, Y};
         let [window, ahead] = mask.seen();
         let params = kernels::attention::Params { scale, window, ahead, splits: 1, ..Default::default() };
-        let operands = [(Q, Some(q)), (K, Some(k)), (V, Some(v)), (Y, Some(y))];
-        let heads = Cut::heads(n_kv, &[(Q, 1), (K, 0), (V, 0), (Y, 1)]);
+        let operands = [(Q, Some(q)), (K, Some(k)), (V, Some(v)), (Y, Some(y)), (SINKS, sinks)];
+        let heads = Cut::heads(n_kv, &[(Q, 1), (K, 0), (V, 0), (Y, 1), (SINKS, 0)]);
         let rows = Cut::rows(rows, &[(Q, 0), (Y, 0)]);
         self.add::<kernels::Attention>(name, &params, &operands, &[heads, rows])
     }
@@ -649,20 +647,19 @@ impl KernelGraph {
     pub fn attend_each(
         &mut self,
         name: &str,
-        args: RopeArgs,
-        scale: f32,
-        mask: Mask,
+        rope: RopeArgs,
+        args: AttentionArgs,
         mut cache: impl FnMut(&mut KernelGraph) -> Result<[TensorId; 2], GraphError>,
     ) -> Result<TensorId, GraphError> {
-        let [_, n_kv, group, d] = self.dims_of(name, "q", args.q)?;
+        let [_, n_kv, group, d] = self.dims_of(name, "q", rope.q)?;
         let flat = self.intermediate(&format!("{name}.attention"), &[self.sequences, n_kv * group * d], DType::F32)?;
         self.each_sequence(|graph, sequence| {
-            let [q, k, v] = [args.q, args.k, args.v].map(|of| graph.row_of(of, sequence));
+            let [q, k, v] = [rope.q, rope.k, rope.v].map(|of| graph.row_of(of, sequence));
             let (q, k, v) = (q?, k?, v?);
             let y = graph.row(flat, sequence, &[1, n_kv, group, d])?;
             let cache = cache(graph)?;
-            graph.rope(&format!("{name}.rope.{sequence}"), RopeArgs { q, k, v, ..args }, cache)?;
-            graph.attention_into(&format!("{name}.attention.{sequence}"), q, cache, y, scale, mask)
+            graph.rope(&format!("{name}.rope.{sequence}"), RopeArgs { q, k, v, ..rope }, cache)?;
+            graph.attention_into(&format!("{name}.attention.{sequence}"), q, cache, y, args)
         })?;
         Ok(flat)
     }
@@ -1016,6 +1013,17 @@ pub struct ExpertArgs {
     pub weighting: Weighting,
     /// Of the gate.
     pub activation: Activation,
+}
+
+/// What [`KernelGraph::attention`] takes, but for the tensors it attends with.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionArgs {
+    /// Multiplies the scores.
+    pub scale: f32,
+    /// What each row sees.
+    pub mask: Mask,
+    /// `[kv_heads, group]`, where rows see no position after their own: of each query head a score more, whose value is zero.
+    pub sinks: Option<TensorId>,
 }
 
 /// What [`KernelGraph::rope`] takes, but for the cache.

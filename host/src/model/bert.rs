@@ -5,7 +5,7 @@ use super::decoder::BuildError;
 use super::embedding;
 use super::sentence::SentenceConfig;
 use super::weights::Weights;
-use crate::graph::kernel::{EmbeddingArgs, KernelGraph, Mask};
+use crate::graph::kernel::{AttentionArgs, EmbeddingArgs, KernelGraph, Mask};
 use crate::graph::tensor::TensorId;
 use perpetua_device::kernels::linear::Activation;
 
@@ -91,6 +91,7 @@ impl Encoder<'_> {
             |graph: &mut KernelGraph, t| graph.view(t, 0, &[n_heads, rows, head_dim], &[head_dim, hidden_size, 1]);
         let kv = [by_head(&mut self.graph, k)?, by_head(&mut self.graph, v)?];
         let scale = 1.0 / (head_dim as f32).sqrt();
-        Ok(self.graph.attention(&name("attention"), q, kv, scale, Mask::Bidirectional)?)
+        let args = AttentionArgs { scale, mask: Mask::Bidirectional, sinks: None };
+        Ok(self.graph.attention(&name("attention"), q, kv, args)?)
     }
 }

@@ -15,7 +15,8 @@ use super::quantize::Quantized;
 use super::sentence::SentenceConfig;
 use super::weights::Weights;
 use crate::graph::kernel::{
-    ConvArgs, EmbeddingArgs, ExpertArgs, Gate, GateNorm, GraphError, KernelGraph, Mask, Pass, RecurrenceArgs, RopeArgs,
+    AttentionArgs, ConvArgs, EmbeddingArgs, ExpertArgs, Gate, GateNorm, GraphError, KernelGraph, Mask, Pass,
+    RecurrenceArgs, RopeArgs,
 };
 use crate::graph::tensor::TensorId;
 use perpetua_device::kernels::linear::Activation;
@@ -357,7 +358,7 @@ impl<'a> Decoder<'a> {
             Ok([of("k")?, of("v")?])
         };
         let eps = rms_norm_eps as f32;
-        let args = RopeArgs { q, k, v, norms, frequencies, turned_pairs: rotary_dim / 2, factor, eps };
+        let rope = RopeArgs { q, k, v, norms, frequencies, turned_pairs: rotary_dim / 2, factor, eps };
         let scale = self.config.attention_scale as f32;
         let mask = match (self.config.is_bidirectional, self.config.windows[layer]) {
             (false, None) => Mask::Causal,
@@ -365,12 +366,13 @@ impl<'a> Decoder<'a> {
             (true, None) => Mask::Bidirectional,
             (true, Some(n)) => Mask::Around(n),
         };
+        let args = AttentionArgs { scale, mask, sinks: None };
         let attended = if self.graph.pass == Pass::Batch {
-            self.graph.attend_each(&prefix, args, scale, mask, cache_of)?
+            self.graph.attend_each(&prefix, rope, args, cache_of)?
         } else {
             let cache = cache_of(&mut self.graph)?;
-            self.graph.rope(&format!("{prefix}.rope"), args, cache)?;
-            self.graph.attention(&format!("{prefix}.attention"), q, cache, scale, mask)?
+            self.graph.rope(&format!("{prefix}.rope"), rope, cache)?;
+            self.graph.attention(&format!("{prefix}.attention"), q, cache, args)?
         };
         if !self.config.gates_attention {
             return Ok(attended);

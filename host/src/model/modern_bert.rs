@@ -5,7 +5,7 @@ use super::decoder::{BuildError, rope_frequencies};
 use super::embedding;
 use super::sentence::SentenceConfig;
 use super::weights::Weights;
-use crate::graph::kernel::{EmbeddingArgs, KernelGraph, Mask, RopeArgs};
+use crate::graph::kernel::{AttentionArgs, EmbeddingArgs, KernelGraph, Mask, RopeArgs};
 use crate::graph::tensor::TensorId;
 use perpetua_device::kernels::linear::Activation;
 use perpetua_shared::DType;
@@ -124,7 +124,8 @@ impl Encoder<'_> {
         self.graph.rope(&format!("{name}.rope"), args, cache)?;
         let mask = self.config.windows[layer].map_or(Mask::Bidirectional, Mask::Around);
         let scale = 1.0 / (head_dim as f32).sqrt();
-        Ok(self.graph.attention(&format!("{name}.attention"), q, cache, scale, mask)?)
+        let args = AttentionArgs { scale, mask, sinks: None };
+        Ok(self.graph.attention(&format!("{name}.attention"), q, cache, args)?)
     }
 
     /// gelu(x . a^T) * (x . b^T), `[rows, intermediate]`, where a and b are one matrix.

@@ -91,7 +91,7 @@ impl Lane {
     }
 
     /// What `of` says of its rows, the last of `count` for those that come after it.
-    pub(crate) fn each_row(&self, count: u32, of: impl Fn(u32) -> u32) -> [u32; 2] {
+    pub(crate) fn each_row<T>(&self, count: u32, of: impl Fn(u32) -> T) -> [T; 2] {
         let of = |row: u32| of(if row < count { row } else { count - 1 });
         [of(self.row), of(self.row + 8)]
     }

@@ -49,7 +49,7 @@ const QUERIES: usize = 24;
 pub(super) const MAX_HEAD_DIM: usize = 1024;
 
 pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
-    let [q, k, v, y] = core::array::from_fn(|i| call.tensor(i));
+    let [q, k, v, y, sinks] = core::array::from_fn(|i| call.tensor(i));
     if k.dtype() != v.dtype() || q.extent(3) > MAX_HEAD_DIM || p.splits > 1 {
         // No cache mixes them, no model has such heads, and only attention for GPUs is split.
         return Attention::reference(p, call);
@@ -68,7 +68,7 @@ pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<
     }
     #[cfg(target_arch = "x86_64")]
     if tiles::is_for(p, [&q, &k, &v], scratch) {
-        let task = tiles::Attend { rows, seen, q: &q, k: &k, v: &v, y: &y };
+        let task = tiles::Attend { rows, seen, q: &q, k: &k, v: &v, y: &y, sinks: &sinks };
         // SAFETY: the operands are those that were looked at; strides and positions have been above.
         if unsafe { task.run(scratch) } {
             return Ok(());
@@ -81,10 +81,10 @@ pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<
     {
         use crate::cpu::simd::{Pairs, Vectors};
         // SAFETY: the set has pairs.
-        unsafe { Attend { rows, seen, q, k, v, y, scratch }.with::<Vectors, Pairs, pairs::InPairs>() };
+        unsafe { Attend { rows, seen, q, k, v, y, sinks, scratch }.with::<Vectors, Pairs, pairs::InPairs>() };
         return Ok(());
     }
-    scratch.isa.run(Attend { rows, seen, q, k, v, y, scratch });
+    scratch.isa.run(Attend { rows, seen, q, k, v, y, sinks, scratch });
     Ok(())
 }
 
@@ -104,6 +104,11 @@ impl Seen {
     }
 }
 
+/// The running maximum and total of query head `g` of head `h` before all positions: its sink's, if it has one.
+pub(super) fn before_all(sinks: &Tensor, at: [usize; 2]) -> (f32, f32) {
+    sink(sinks, [1, 0], at).map_or((f32::NEG_INFINITY, 0.0), |sink| (sink, 1.0))
+}
+
 struct Attend<'a> {
     rows: usize,
     seen: Seen,
@@ -111,6 +116,7 @@ struct Attend<'a> {
     k: Tensor,
     v: Tensor,
     y: Tensor,
+    sinks: Tensor,
     scratch: &'a mut Scratch,
 }
 
@@ -193,8 +199,7 @@ impl Attend<'_> {
         // SAFETY: the tile's areas hold `queries` of everything; positions below `all` are inside K and V.
         unsafe {
             for m in 0..tile.queries {
-                *tile.max.add(m) = f32::NEG_INFINITY;
-                *tile.total.add(m) = 0.0;
+                (*tile.max.add(m), *tile.total.add(m)) = before_all(&self.sinks, [h, m % group]);
             }
             core::ptr::write_bytes(tile.sums, 0, tile.queries * tile.width);
             if all == 0 {

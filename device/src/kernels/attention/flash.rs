@@ -14,7 +14,7 @@ use crate::gpu::tile::{
     within,
 };
 
-/// y = softmax(scale * q . k^T) . v, base 2, of up to 64 columns, over the positions that each row sees.
+/// y = softmax(scale * q . k^T) . v, base 2, of up to 64 columns, over the positions that each row sees, and a score without value.
 ///
 /// # Safety
 /// Every thread of the block makes this same call; the operands are there, nobody else writes them, and nobody else touches `y`,
@@ -28,6 +28,7 @@ pub(super) unsafe fn attend_64(
     y: &Rows<impl Fn(u32) -> Row>,
     seen: impl Fn(u32) -> u32,
     window: u32,
+    sinks: impl Fn(u32) -> f32,
     scale: f32,
 ) {
     type Keys = Tile<64, 8>;
@@ -78,7 +79,11 @@ pub(super) unsafe fn attend_64(
                 t += 64;
                 t_round += 1;
             }
-            let inverse = PerRow::each(|row| reciprocal(total.0[row]));
+            let sink = PerRow(lane.each_row(y.count, &sinks));
+            let all = PerRow::each(|row| larger(max.0[row], sink.0[row]));
+            let shrink = PerRow::each(|row| exp2(max.0[row] - all.0[row]));
+            let total = PerRow::each(|row| total.0[row] * shrink.0[row] + exp2(sink.0[row] - all.0[row]));
+            let inverse = PerRow::each(|row| shrink.0[row] * reciprocal(total.0[row]));
             let sums = sums.map(lane, |x, row, _| x * inverse.0[row]);
             warp::sync();
             queries.keep(lane, &sums);
@@ -91,7 +96,7 @@ pub(super) unsafe fn attend_64(
     }
 }
 
-/// y = softmax(scale * q . k^T) . v, base 2, of up to 128 columns, over the positions that each row sees.
+/// y = softmax(scale * q . k^T) . v, base 2, of up to 128 columns, over the positions that each row sees, and a score without value.
 ///
 /// # Safety
 /// Every thread of the block makes this same call; the operands are there, nobody else writes them, and nobody else touches `y`,
@@ -105,6 +110,7 @@ pub(super) unsafe fn attend_128(
     y: &Rows<impl Fn(u32) -> Row>,
     seen: impl Fn(u32) -> u32,
     window: u32,
+    sinks: impl Fn(u32) -> f32,
     scale: f32,
 ) {
     type Keys = Tile<32, 16>;
@@ -155,7 +161,11 @@ pub(super) unsafe fn attend_128(
                 t += 32;
                 t_round += 1;
             }
-            let inverse = PerRow::each(|row| reciprocal(total.0[row]));
+            let sink = PerRow(lane.each_row(y.count, &sinks));
+            let all = PerRow::each(|row| larger(max.0[row], sink.0[row]));
+            let shrink = PerRow::each(|row| exp2(max.0[row] - all.0[row]));
+            let total = PerRow::each(|row| total.0[row] * shrink.0[row] + exp2(sink.0[row] - all.0[row]));
+            let inverse = PerRow::each(|row| shrink.0[row] * reciprocal(total.0[row]));
             let sums = sums.map(lane, |x, row, _| x * inverse.0[row]);
             warp::sync();
             queries.keep(lane, &sums);
@@ -168,7 +178,7 @@ pub(super) unsafe fn attend_128(
     }
 }
 
-/// found = max, total, and sums of exp2(scale * q . k^T - max) . v, of up to 64 columns, over a share of the positions that each row sees.
+/// found = max, total, and sums of exp2(scale * q . k^T - max) . v, of up to 64 columns, over a share of the positions that each row sees, and a score without value.
 ///
 /// # Safety
 /// Every thread of the block makes this same call; the operands are there, nobody else writes them, and nobody else touches `found`,
@@ -182,6 +192,7 @@ pub(super) unsafe fn attend_share_64(
     found: &Rows<impl Fn(u32) -> Row>,
     seen: impl Fn(u32) -> u32,
     share: [u32; 2],
+    sinks: impl Fn(u32) -> f32,
     scale: f32,
 ) {
     type Keys = Tile<64, 8>;
@@ -228,7 +239,12 @@ pub(super) unsafe fn attend_share_64(
                 t += 64;
                 t_round += 1;
             }
-            let max = PerRow::each(|row| max.0[row] * core::f32::consts::LN_2);
+            let sink = PerRow(lane.each_row(found.count, &sinks));
+            let all = PerRow::each(|row| larger(max.0[row], sink.0[row]));
+            let shrink = PerRow::each(|row| exp2(max.0[row] - all.0[row]));
+            let total = PerRow::each(|row| total.0[row] * shrink.0[row] + exp2(sink.0[row] - all.0[row]));
+            let sums = sums.map(lane, |x, row, _| x * shrink.0[row]);
+            let max = PerRow::each(|row| all.0[row] * core::f32::consts::LN_2);
             warp::sync();
             queries.keep(lane, &sums);
             warp::sync();
@@ -242,7 +258,7 @@ pub(super) unsafe fn attend_share_64(
     }
 }
 
-/// found = max, total, and sums of exp2(scale * q . k^T - max) . v, of up to 128 columns, over a share of the positions that each row sees.
+/// found = max, total, and sums of exp2(scale * q . k^T - max) . v, of up to 128 columns, over a share of the positions that each row sees, and a score without value.
 ///
 /// # Safety
 /// Every thread of the block makes this same call; the operands are there, nobody else writes them, and nobody else touches `found`,
@@ -256,6 +272,7 @@ pub(super) unsafe fn attend_share_128(
     found: &Rows<impl Fn(u32) -> Row>,
     seen: impl Fn(u32) -> u32,
     share: [u32; 2],
+    sinks: impl Fn(u32) -> f32,
     scale: f32,
 ) {
     type Keys = Tile<32, 16>;
@@ -302,7 +319,12 @@ pub(super) unsafe fn attend_share_128(
                 t += 32;
                 t_round += 1;
             }
-            let max = PerRow::each(|row| max.0[row] * core::f32::consts::LN_2);
+            let sink = PerRow(lane.each_row(found.count, &sinks));
+            let all = PerRow::each(|row| larger(max.0[row], sink.0[row]));
+            let shrink = PerRow::each(|row| exp2(max.0[row] - all.0[row]));
+            let total = PerRow::each(|row| total.0[row] * shrink.0[row] + exp2(sink.0[row] - all.0[row]));
+            let sums = sums.map(lane, |x, row, _| x * shrink.0[row]);
+            let max = PerRow::each(|row| all.0[row] * core::f32::consts::LN_2);
             warp::sync();
             queries.keep(lane, &sums);
             warp::sync();

@@ -16,6 +16,7 @@ use crate::gpu::math::{exp, larger};
 use crate::gpu::rows::singles;
 use crate::gpu::tile::{Rows, within};
 use crate::gpu::{BF16, F32, Row, Tensor};
+use core::f32::consts::LOG2_E;
 
 /// Dimensions a lane accumulates: a slice is 256 wide.
 const PER_LANE: usize = 8;
@@ -88,6 +89,35 @@ pub(in crate::kernels) struct Found {
     sums: [f32; PER_LANE],
 }
 
+impl Found {
+    /// With a `sink`, if that is one.
+    fn with(mut self, sink: f32) -> Found {
+        if sink > f32::NEG_INFINITY {
+            let max = larger(self.max, sink);
+            let shrink = exp(self.max - max);
+            self.total = fma(self.total, shrink, exp(sink - max));
+            self.max = max;
+            for step in 0..PER_LANE {
+                self.sums[step] *= shrink;
+            }
+        }
+        self
+    }
+}
+
+/// The sink of query head `g` of head `h`, of operand `slot`; -inf, which is none, where there is no such operand, or another split has the sink.
+///
+/// # Safety
+/// As [`MacroKernel::gpu`]; the operand is such, and has the head.
+pub(in crate::kernels) unsafe fn sink(splits: u32, call: &crate::gpu::Call<'_>, slot: usize, [h, g]: [u32; 2]) -> f32 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let sinks = call.tensor(slot);
+        let counts = sinks.is_present() & ((splits <= 1) | (call.block::<1>() == 0));
+        if counts { sinks.row([h]).get(g) } else { f32::NEG_INFINITY }
+    }
+}
+
 /// The dimension, in its slice, of a lane's sum `step`.
 fn dimension(step: usize, lane: u32) -> u32 {
     step as u32 / 2 * 2 * WARP + 2 * lane + step as u32 % 2
@@ -123,7 +153,7 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
                 let head = Heads { q: q.row([r, h, g]), k: Head::new(&k, h), v: Head::new(&v, h), d, scale: p.scale };
                 let found = attend(&head, slice, first, end, lane);
                 if parts == 1 {
-                    put(p, (call, &call.tensor(slot::Y)), [r, h, g], d, slice, lane, &found);
+                    put(p, (call, [slot::Y, slot::SINKS]), [r, h, g], d, slice, lane, found);
                 } else {
                     keep(FREE_SHARED + unit * PART, &found, lane);
                 }
@@ -138,7 +168,7 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
                     let (r, h, g) = (item / (heads * group), item / group % heads, item % group);
                     let at = FREE_SHARED + item * parts * PART;
                     let found = merge(at, parts, share_of(p, call, r), lane);
-                    put(p, (call, &call.tensor(slot::Y)), [r, h, g], d, slice, lane, &found);
+                    put(p, (call, [slot::Y, slot::SINKS]), [r, h, g], d, slice, lane, found);
                 }
                 block.sync();
             }
@@ -194,22 +224,25 @@ unsafe fn few_queries(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) ->
             }
             block.sync();
             let y = call.tensor(slot::Y);
-            let row = |m: u32| {
+            let to = |m: u32| {
                 let r = quotient(m, group, part_of_group);
-                if p.splits > 1 { y.row([h, 0, m]) } else { y.row([r, h, m - r * group]) }
+                let g = m - r * group;
+                let row = if p.splits > 1 { y.row([h, 0, m]) } else { y.row([r, h, g]) };
+                (row, sink(p.splits, call, slot::SINKS, [h, g]))
             };
             let seen = |m: u32| share_of(p, call, quotient(m, group, part_of_group));
             let (k, v) = (Head::new(&call.tensor(slot::K), h), Head::new(&call.tensor(slot::V), h));
             let own = Group { k, v, queries: count, d, scale: p.scale };
             if first < end {
-                own.attend((first, end), &seen, block, row, |row, i, found| {
-                    put_sums(p.splits, (call, &call.tensor(slot::Y)), row, i, found);
+                own.attend((first, end), &seen, block, to, |(row, sink), i, found| {
+                    put_sums(p.splits, (call, &call.tensor(slot::Y)), row, i, found.with(*sink));
                 });
             } else {
                 // A share of few positions among many workers.
                 for unit in block.mine(count * fours) {
                     let (m, i) = of_unit(unit);
-                    put_sums(p.splits, (call, &y), &row(m), i, Sums::NONE);
+                    let (row, sink) = to(m);
+                    put_sums(p.splits, (call, &y), &row, i, Sums::NONE.with(sink));
                 }
             }
             block.sync();
@@ -265,13 +298,19 @@ unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> b
             let results = &Rows { row: |m| row(slot::Y as u32, m), count, columns: d };
             let found_row = |m| call.tensor(memory::opaque_word(slot::Y as u32) as usize).row([h, 0, m]);
             let found = &Rows { row: found_row, count, columns: FOUND + d };
-            let scale = p.scale * core::f32::consts::LOG2_E;
+            let scale = p.scale * LOG2_E;
+            let sinks = |m: u32| {
+                let g = m - quotient(m, group, part_of_group) * group;
+                LOG2_E * sink(p.splits, call, memory::opaque_word(slot::SINKS as u32) as usize, [h, g])
+            };
             match (p.splits > 1, d <= 64) {
-                (false, true) => flash::attend_64(block, queries, keys, values, results, seen, window, scale),
-                (false, false) => flash::attend_128(block, queries, keys, values, results, seen, window, scale),
-                (true, true) => flash::attend_share_64(block, queries, keys, values, found, seen, share.into(), scale),
+                (false, true) => flash::attend_64(block, queries, keys, values, results, seen, window, sinks, scale),
+                (false, false) => flash::attend_128(block, queries, keys, values, results, seen, window, sinks, scale),
+                (true, true) => {
+                    flash::attend_share_64(block, queries, keys, values, found, seen, share.into(), sinks, scale)
+                }
                 (true, false) => {
-                    flash::attend_share_128(block, queries, keys, values, found, seen, share.into(), scale)
+                    flash::attend_share_128(block, queries, keys, values, found, seen, share.into(), sinks, scale)
                 }
             }
             h += 1;
@@ -308,20 +347,22 @@ pub(in crate::kernels) fn part((from, to): (u32, u32), number: u32, parts: u32) 
     (if first < to { first } else { to }, if end < to { end } else { to })
 }
 
-/// Writes a row's slice, or what a split found of it.
+/// Writes a row's slice, or what a split found of it, to operand `y`; the sinks are operand `sinks`.
 pub(in crate::kernels) unsafe fn put(
     p: &Params,
-    (call, y): (&crate::gpu::Call<'_>, &Tensor),
+    (call, [y, sinks]): (&crate::gpu::Call<'_>, [usize; 2]),
     [r, h, g]: [u32; 3],
     d: u32,
     slice: u32,
     lane: u32,
-    found: &Found,
+    found: Found,
 ) {
     let split = p.splits > 1;
     // SAFETY: `i` is below the row's length, which is as much more where that holds what a split found; elements are written by
     // one lane each.
     unsafe {
+        let found = found.with(sink(p.splits, call, sinks, [h, g]));
+        let y = &call.tensor(y);
         let row = if split { y.row([h, 0, r * call.tensor(slot::Q).extent(2) + g]) } else { y.row([r, h, g]) };
         if split && slice == 0 && lane == 0 {
             call.put_in_row(y, &row, 0, found.max);

@@ -20,7 +20,6 @@ use crate::arch::{each_of_four, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::gpu::BF16;
-use crate::gpu::Row;
 use crate::gpu::math::larger;
 use crate::gpu::thin::in_two;
 use core::f32::consts::LOG2_E;
@@ -117,6 +116,17 @@ pub(in crate::kernels) struct Sums {
 impl Sums {
     /// What is found where there is no position.
     pub(in crate::kernels) const NONE: Sums = Sums { max: f32::NEG_INFINITY, total: 0.0, sums: [0.0; 4] };
+
+    /// With a `sink`, which -inf is not.
+    pub(in crate::kernels) fn with(self, sink: f32) -> Sums {
+        if sink > f32::NEG_INFINITY {
+            let max = larger(self.max, sink);
+            let shrink = exp2((self.max - max) * LOG2_E);
+            let total = fma(self.total, shrink, exp2((sink - max) * LOG2_E));
+            return Sums { max, total, sums: self.sums.map(|sum| sum * shrink) };
+        }
+        self
+    }
 }
 
 /// Whether there is room for `queries` queries of `d` dimensions, and these are as many as a warp takes.
@@ -146,19 +156,19 @@ impl Group {
         has_room(queries, caches[0].extent[2]) && caches.into_iter().all(fits)
     }
 
-    /// Attends to positions `first..end`, and calls `put(row(g), i, found)`, on some thread, for dimensions i to i + 3 of each query g. Of those positions
+    /// Attends to positions `first..end`, and calls `put(to(g), i, found)`, on some thread, for dimensions i to i + 3 of each query g. Of those positions
     /// a query may see some alone: from the first one's unit on, [as](Seen) `seen` says.
     ///
     /// # Safety
     /// Every thread of the block makes this same call, after a barrier since all queries were [staged](stage); the group
     /// [fits](Group::is_fit); the cache holds the positions; nobody reads parts of an earlier call any more.
-    pub(in crate::kernels) unsafe fn attend(
+    pub(in crate::kernels) unsafe fn attend<To>(
         &self,
         (first, end): (u32, u32),
         seen: &impl Seen,
         block: &Block,
-        row: impl Fn(u32) -> Row,
-        put: impl Fn(&Row, u32, Sums),
+        to: impl Fn(u32) -> To,
+        put: impl Fn(&To, u32, Sums),
     ) {
         let (parts_at, words) = (parts_at(self.queries, self.d), part_words(self.queries, self.d));
         // As many as have work, are there, and have room; counted, since a division takes longer.
@@ -182,7 +192,7 @@ impl Group {
             let mut g = block.warp();
             while g < self.queries {
                 // Found before the parts are, which takes as long.
-                let to = row(g);
+                let to = to(g);
                 // Looked for anew for each query: the places of all, found before, would be as much code.
                 let from = memory::opaque_word(parts_at + g * (self.d + MORE));
                 let (mut heads, mut sums) = ([[0.0; 2]; PARTS], [[0.0; 4]; PARTS]);

@@ -3,10 +3,12 @@
 //! q, y: [rows, kv_heads, group, d] (`group` query heads share a key/value head); k, v: [kv_heads, context, d]. Row r sees the
 //! last `window` of positions 0..=first_pos + r, its own included, and of the pass's as many as `ahead` after it. f32 accumulation.
 //!
+//! sinks (causal): [kv_heads, group], optional. A query head's is one more score of each of its rows, not scaled, whose value is zero.
+//!
 //! Split (causal, and without a window, unless there is one row), a task attends to an equal share of the positions that the pass's last row sees, block axis
 //! 1 saying which, and y is what it found, for [`attention_merge`](super::attention_merge): [kv_heads, 1, rows * group, [`FOUND`] + d] f32, each
-//! row the largest score, the sum of exp(score - largest), two words that are nobody's, and the values' sum weighted so. Without positions: as
-//! largest score less than any, and zeros.
+//! row the largest score, the sum of exp(score - largest), two words that are nobody's, and the values' sum weighted so. Without scores: as
+//! largest one less than any, and zeros. Sinks are the first split's.
 
 use super::*;
 
@@ -95,8 +97,14 @@ impl Params {
     }
 }
 
-/// What query row `q` finds at `positions` of head `h`: the largest score, the sum of exp(score - largest), and the values
-/// summed with these weights.
+/// The sink of query head `g` of head `h`, as far as split `number` of `splits` has it.
+#[cfg(not(target_arch = "nvptx64"))]
+pub(super) fn sink(sinks: &crate::io::Tensor, [splits, number]: [u32; 2], [h, g]: [usize; 2]) -> Option<f32> {
+    (sinks.is_present() && (splits <= 1 || number == 0)).then(|| sinks.get([h, g]))
+}
+
+/// What query row `q` finds at `positions` of head `h`: the largest score, the `sink` being one, the sum of exp(score - largest), and the
+/// values summed with these weights.
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) fn attended(
     q: &[f32],
@@ -104,13 +112,24 @@ pub(super) fn attended(
     h: usize,
     positions: core::ops::Range<usize>,
     scale: f32,
+    sink: Option<f32>,
 ) -> (f32, f32, Vec<f32>) {
     let score = |t| scale * q.iter().enumerate().map(|(i, q)| q * k.get([h, t, i])).sum::<f32>();
     let mut scores: Vec<f32> = positions.clone().map(score).collect();
-    let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let max = scores.iter().copied().chain(sink).fold(f32::NEG_INFINITY, f32::max);
     scores.iter_mut().for_each(|s| *s = (*s - max).exp());
     let sum = |i| positions.clone().zip(&scores).map(|(t, s)| s * v.get([h, t, i])).sum::<f32>();
-    (max, scores.iter().sum(), (0..q.len()).map(sum).collect())
+    let total = scores.iter().sum::<f32>() + sink.map_or(0.0, |sink| (sink - max).exp());
+    (max, total, (0..q.len()).map(sum).collect())
+}
+
+/// Judges `sinks`, of the heads of queries `q`.
+#[cfg(not(target_arch = "nvptx64"))]
+pub(super) fn check_sinks(sinks: &Operand, q: &Operand) -> Result<(), Violation> {
+    rules::dtype("sinks", sinks, &rules::FLOATS)?;
+    rules::rank("sinks", sinks, 2)?;
+    rules::unit_stride("sinks", sinks)?;
+    (0..2).try_for_each(|dim| rules::extent("sinks", sinks, dim, q.extent[dim + 1]))
 }
 
 slots! {
@@ -118,6 +137,7 @@ slots! {
     K: read "k",
     V: read "v",
     Y: write "y",
+    SINKS: optional "sinks",
 }
 
 impl MacroKernel for Attention {
@@ -134,8 +154,12 @@ impl MacroKernel for Attention {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
-        let [q, k, v, y] = io else { unreachable!("slots were counted") };
+        let [q, k, v, y, sinks] = io else { unreachable!("slots were counted") };
         p.check()?;
+        check_sinks(sinks, q)?;
+        if sinks.is_present() && p.ahead > 0 {
+            return Err("`sinks` beside positions that are not all before, expected none".to_owned());
+        }
         for (name, operand, rank) in [("q", q, 4), ("k", k, 3), ("v", v, 3), ("y", y, 4)] {
             rules::dtype(name, operand, &rules::FLOATS)?;
             rules::rank(name, operand, rank)?;
@@ -176,7 +200,7 @@ impl MacroKernel for Attention {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
-        let [q, k, v, y] = core::array::from_fn(|i| call.tensor(i));
+        let [q, k, v, y, sinks] = core::array::from_fn(|i| call.tensor(i));
         let (n_kv, group, d) = (q.extent(1), q.extent(2), q.extent(3));
         for r in 0..call.rows(slot::Q) {
             let pass = [call.step.first_pos, call.step.rows];
@@ -185,7 +209,8 @@ impl MacroKernel for Attention {
             for h in 0..n_kv {
                 for g in 0..group {
                     let q = (0..d).map(|i| q.get([r, h, g, i])).collect::<Vec<_>>();
-                    let (max, total, sums) = attended(&q, [&k, &v], h, positions.clone(), p.scale);
+                    let sink = sink(&sinks, [p.splits, call.task.block[1]], [h, g]);
+                    let (max, total, sums) = attended(&q, [&k, &v], h, positions.clone(), p.scale, sink);
                     if p.splits <= 1 {
                         (0..d).for_each(|i| y.set([r, h, g, i], sums[i] / total));
                     } else {

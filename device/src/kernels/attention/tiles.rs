@@ -18,7 +18,7 @@
 //! Tolerance: as the other bodies'. Scores are off by |q| |k| scale * 2^-16 at most, weighted sums by max |v| * 2^-16.
 
 use super::Params;
-use super::cpu::{Divide, MAX_HEAD_DIM, Seen};
+use super::cpu::{Divide, MAX_HEAD_DIM, Seen, before_all};
 use crate::cpu::Scratch;
 use crate::cpu::amx::{self, InPlace, TILE, Tiles};
 use crate::cpu::outer::{self, Products};
@@ -55,6 +55,7 @@ pub(super) struct Attend<'a> {
     pub(super) k: &'a Tensor,
     pub(super) v: &'a Tensor,
     pub(super) y: &'a Tensor,
+    pub(super) sinks: &'a Tensor,
 }
 
 /// What a task keeps, in scratch.
@@ -119,8 +120,8 @@ impl Attend<'_> {
         // unit is there (`is_for`).
         unsafe {
             for m in 0..queries.next_multiple_of(TILE) {
-                *areas.max.add(m) = f32::NEG_INFINITY;
-                *areas.total.add(m) = 0.0;
+                // Beyond the last query are some that nobody looks at.
+                (*areas.max.add(m), *areas.total.add(m)) = before_all(self.sinks, [h, m % group]);
             }
             for first in (0..queries).step_by(TILE) {
                 self.pack_queries(h, first, areas);

@@ -16,7 +16,7 @@
 //!
 //! Floor of a block: 4 * 64 * 64 * d flops at an SM's 7.5 TFLOP/s, 0.28 us at 128 dimensions, and 64 * 64 exponentials at 16 a cycle and SM, 0.14 us.
 
-use super::gpu::{Head, quotient};
+use super::gpu::{Head, quotient, sink};
 use super::*;
 use crate::arch::copy;
 use crate::arch::scalar::{exp2, f32_to_bf16_pair, reciprocal};
@@ -25,6 +25,7 @@ use crate::arch::{bulk, each_of_four, memory, warp};
 use crate::gpu::tile::{Rows, eights_at, where_in_window, window_from};
 use crate::gpu::warpgroup::{Copier, MULTIPLYING, THREADS, has_room};
 use crate::gpu::{BF16, Call, F32, Row, Tensor};
+use core::f32::consts::LOG2_E;
 
 /// Rows of queries, and positions of a block.
 const ROWS: u32 = warpgroup::M;
@@ -143,6 +144,13 @@ impl Queries<'_> {
         self.call.first_pos() + self.call.row_first() + self.row_of(m, group)[0] + 1 + self.p.ahead
     }
 
+    /// The sink of row `m`, or the last one, as scores are here; -inf where it has none.
+    fn sink(&self, m: u32, group: (u32, f32)) -> f32 {
+        let at = [self.head, self.row_of(m, group)[1]];
+        // SAFETY: the operand is such (`attend`'s caller).
+        LOG2_E * unsafe { sink(self.p.splits, self.call, memory::opaque_word(slot::SINKS as u32) as usize, at) }
+    }
+
     fn window(&self) -> u32 {
         self.p.window + self.p.ahead
     }
@@ -224,7 +232,7 @@ impl Queries<'_> {
 
     /// Brings rows of queries from `first` on to the tiles: scaled, as bf16, zero where there are none.
     unsafe fn bring(&self, block: &Block, first: u32) {
-        let (chunks, scale) = (16, self.p.scale * core::f32::consts::LOG2_E);
+        let (chunks, scale) = (16, self.p.scale * LOG2_E);
         let (q, group) = (self.operand(slot::Q), self.group());
         let row = |m: u32| {
             let [r, g] = self.row_of(m, group);
@@ -340,14 +348,20 @@ impl Queries<'_> {
             total = across(total, |a, b| a + b);
             let is_share = self.p.splits > 1;
             let (y, group) = (self.operand(slot::Y), self.group());
+            let sinks = rows.map(|row| self.sink(row, group));
+            // Without a sink nothing changes.
+            let new = [max[0].max(sinks[0]), max[1].max(sinks[1])];
+            let shrink = [exp2(max[0] - new[0]), exp2(max[1] - new[1])];
+            total = [total[0] * shrink[0] + exp2(sinks[0] - new[0]), total[1] * shrink[1] + exp2(sinks[1] - new[1])];
+            max = new;
             let of = rows.map(|row| {
                 let [r, g] = self.row_of(row, group);
                 if is_share { y.row([self.head, 0, r * group.0 + g]) } else { y.row([r, self.head, g]) }
             });
             let t = memory::opaque_word(lane) % 4;
-            let (mut factor, mut to) = ([reciprocal(total[0]), reciprocal(total[1])], 0);
+            let (mut factor, mut to) = ([shrink[0] * reciprocal(total[0]), shrink[1] * reciprocal(total[1])], 0);
             if is_share {
-                (factor, to) = ([1.0; 2], FOUND);
+                (factor, to) = (shrink, FOUND);
                 each_of_four!(i => {
                     let half = i as usize / 2;
                     if t == 0 && rows[half] < self.count {

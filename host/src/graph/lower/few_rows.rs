@@ -47,7 +47,7 @@ pub(super) fn take_tiles(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, ta
 /// Of `op`, if it is an attention whose rows can be attended to as one row's queries are in decoding, where these are few: how many blocks of rows it has at
 /// least. See the device's `attention::group`.
 pub(super) fn row_blocks(op: &Operator, table: &TensorTable) -> Option<u32> {
-    let (Attention::TASK_TYPE, None, &[Some(q), Some(k), Some(v), _]) = (op.kernel.task_type, &op.cut, &op.slots[..])
+    let (Attention::TASK_TYPE, None, &[Some(q), Some(k), Some(v), ..]) = (op.kernel.task_type, &op.cut, &op.slots[..])
     else {
         return None;
     };

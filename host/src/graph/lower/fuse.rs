@@ -263,7 +263,7 @@ fn attend(ops: &mut Ops<'_>, at: usize) {
     let n_ops = ops.all.len();
     let next = [q, k_cache, v_cache].into_iter().filter_map(|t| ops.touching(t, at + 1..n_ops).next());
     let Some((number, op)) = next.min_by_key(|(number, _)| *number) else { return };
-    let (&[Some(query), Some(keys), Some(values), Some(y)], Attention::TASK_TYPE) =
+    let (&[Some(query), Some(keys), Some(values), Some(y), sinks], Attention::TASK_TYPE) =
         (&op.slots[..], op.kernel.task_type)
     else {
         return;
@@ -286,9 +286,9 @@ fn attend(ops: &mut Ops<'_>, at: usize) {
     let rope::Params { eps, turned_pairs, factor } = kernels::params(&rope.kernel.params);
     let attention::Params { scale, window, .. } = params;
     let params = decode_attention::Params { eps, scale, splits: 1, window, turned_pairs, factor };
-    let slots =
-        vec![Some(q), Some(k), Some(v), q_norm, k_norm, Some(frequencies), Some(k_cache), Some(v_cache), Some(y)];
-    let dims = vec![Some(1), Some(1), Some(1), None, None, None, Some(0), Some(0), Some(1)];
+    let inputs = [Some(q), Some(k), Some(v), q_norm, k_norm, Some(frequencies)];
+    let slots = [&inputs[..], &[Some(k_cache), Some(v_cache), Some(y), sinks]].concat();
+    let dims = vec![Some(1), Some(1), Some(1), None, None, None, Some(0), Some(0), Some(1), Some(0)];
     let one = Operator {
         name: op.name.clone(),
         kernel: KernelCall { task_type: DecodeAttention::TASK_TYPE, params: param_words(&params), ..op.kernel },

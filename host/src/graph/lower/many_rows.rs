@@ -73,7 +73,7 @@ struct Shares {
 /// the other are fewest, a share's keys and values, what it found, and what a merge reads of all shares, behind a hop. The body takes
 /// [`QUERIES_AT_ONCE`] queries with the keys and values of one; or, if rows are in so many blocks at least, `few`, a few, and does not keep these waiting.
 fn shares_of(table: &TensorTable, op: &Operator, blocks: u32, few: Option<u32>, target: &Target) -> Option<Shares> {
-    let (Attention::TASK_TYPE, None, &[Some(q), Some(k), Some(v), _]) = (op.kernel.task_type, &op.cut, &op.slots[..])
+    let (Attention::TASK_TYPE, None, &[Some(q), Some(k), Some(v), ..]) = (op.kernel.task_type, &op.cut, &op.slots[..])
     else {
         return None;
     };
@@ -131,9 +131,12 @@ fn share(table: &mut TensorTable, op: &Operator, block: &mut BlockOp, shares: Sh
     kernel.params = param_words(&params);
     let flags = kernel.flags;
     let y = block.accesses[attention::slot::Y].as_ref()?.tensor;
-    let maps = [[Some(1), None, Some(0)], [Some(0), None, None], [Some(0), None, None], [Some(0), Some(1), Some(2)]];
-    for (access, map) in block.accesses.iter_mut().flatten().zip(maps) {
-        access.map = map;
+    let of_head = [Some(0), None, None];
+    let maps = [[Some(1), None, Some(0)], of_head, of_head, [Some(0), Some(1), Some(2)], of_head];
+    for (access, map) in block.accesses.iter_mut().zip(maps) {
+        if let Some(access) = access {
+            access.map = map;
+        }
     }
     block.accesses[attention::slot::Y].as_mut()?.tensor = parts;
     (block.grid[1], block.grid[2]) = (shares.n, shares.blocks);
