@@ -239,6 +239,9 @@ fn bodies_that_break_a_rule_are_refused_by_name() {
     refused(&|body| body.globals[1].through = Some((GlobalId(1), "which".to_owned())), "expected one before it");
     refused(&|body| body.each("n", 1, Extent::Rows(GlobalId(9)), |_, _| {}), "the rounds of loop `n` are of operand 9");
     refused(&|body| body.op(Op::Map { to: TileId(0), expr: Expr::Scalar("no".to_owned()) }), "`no` is no argument");
+    let ask = |body: &mut Body, of: &str, to: TileId| body.op(Op::Ask { to, of: of.to_owned() });
+    refused(&|body| ask(body, "no", TileId(0)), "`no` is no argument of the body that says something of rows");
+    refused(&|body| ask(body, "sinks", TileId(0)), "expected a number for each row");
     for name in ["fn 1", "fn", "1", "", "_", "k\u{e9}y"] {
         refused(&|body| body.tiles[0].name = name.to_owned(), &format!("a tile is called `{name}`, expected a Rust"));
     }

@@ -9,8 +9,9 @@ use perpetua::exec::threads::{self, Threads};
 use perpetua::graph::kernel::{AttentionArgs, GraphError, KernelGraph, Mask, Pass, RopeArgs};
 use perpetua::graph::lower::Target;
 use perpetua::graph::tensor::TensorId;
+use perpetua::graph::threadblock::BlockOp;
 use perpetua_device::kernels::linear::Activation;
-use perpetua_device::kernels::{Spec, decode_attention};
+use perpetua_device::kernels::{Spec, attention, decode_attention, params};
 use perpetua_shared::DType;
 use perpetua_shared::control::{Control, Step};
 use std::collections::HashMap;
@@ -84,11 +85,20 @@ fn compiled(graph: &KernelGraph, target: Target) -> Compiled {
     compile(vec![source], &Config { check: true, ..Config::new(target) }).unwrap()
 }
 
-/// Grids of the operators whose kernel is called `kernel`.
-fn grids(compiled: &Compiled, kernel: &str) -> Vec<[u32; 3]> {
-    let is = |spec: Option<&Spec>| spec.is_some_and(|spec| spec.name == kernel);
-    let ops = compiled.programs[0].blocks.ops.iter();
-    ops.filter(|op| is(op.kernel.and_then(|kernel| Spec::of(kernel.task_type)))).map(|op| op.grid).collect()
+/// The operators whose kernel is called `kernel`.
+fn ops<'a>(compiled: &'a Compiled, kernel: &'a str) -> Vec<&'a BlockOp> {
+    let is =
+        |op: &&BlockOp| op.kernel.and_then(|kernel| Spec::of(kernel.task_type)).is_some_and(|spec| spec.name == kernel);
+    compiled.programs[0].blocks.ops.iter().filter(is).collect()
+}
+
+/// How many ways the attention called `kernel` is split, and how often what was found is merged.
+fn splits(compiled: &Compiled, kernel: &str) -> (Vec<u32>, usize) {
+    let of = |op: &&BlockOp| match kernel {
+        "attention" => params::<attention::Params>(&op.kernel.unwrap().params).splits,
+        _ => params::<decode_attention::Params>(&op.kernel.unwrap().params).splits,
+    };
+    (ops(compiled, kernel).iter().map(of).collect(), ops(compiled, "attention_merge").len())
 }
 
 /// What passes of `rows` rows make, one after the other.
@@ -126,25 +136,23 @@ fn near(expected: &[f32], found: &[f32], part: f32, what: &str) {
 fn every_cut_of_attention_has_its_sinks() {
     let split = || Target { split_positions: 8, ..Target::gpu(9) };
     let no_hops = || Target { hop_bytes: 0, ..split() };
-    // Rows, what each sees, the target, and the attention that it makes of them, and the merges.
-    let of_one = ["decode_attention", "attention_merge"];
-    let of_several = ["attention", "attention_merge"];
-    type Grids = &'static [[u32; 3]];
-    let cases: [(usize, Mask, Target, [&str; 2], [Grids; 2]); 7] = [
-        (1, Mask::Causal, Target::gpu(2), of_one, [&[[2, 1, 1]], &[]]),
-        (1, Mask::Causal, split(), of_one, [&[[2, 4, 1]], &[]]),
-        (1, Mask::Window(20), no_hops(), of_one, [&[[2, 4, 1]], &[[2, 1, 1]]]),
-        (1, Mask::Window(20), Target::cpu(3), of_several, [&[[2, 1, 1]], &[]]),
-        (20, Mask::Causal, Target::cpu(2), of_several, [&[[2, 1, 1]], &[]]),
-        (20, Mask::Causal, no_hops(), of_several, [&[[2, 4, 1]], &[[2, 4, 1]]]),
-        (20, Mask::Window(20), no_hops(), of_several, [&[[2, 4, 1]], &[]]),
+    // Rows, what each sees, the target; the attention that it makes of them, how often that is split, and operators that merge.
+    let cases = [
+        (1, Mask::Causal, Target::gpu(2), "decode_attention", 1, 0),
+        (1, Mask::Causal, split(), "decode_attention", 4, 0),
+        (1, Mask::Window(20), no_hops(), "decode_attention", 4, 1),
+        (1, Mask::Window(20), Target::cpu(3), "attention", 1, 0),
+        (20, Mask::Causal, Target::cpu(2), "attention", 1, 0),
+        (20, Mask::Causal, no_hops(), "attention", 2, 1),
+        (20, Mask::Window(20), no_hops(), "attention", 1, 0),
+        (4, Mask::Causal, no_hops(), "attention", 4, 1),
     ];
-    for (rows, mask, target, kernels, expected_grids) in cases {
+    for (rows, mask, target, kernel, n_splits, n_merges) in cases {
         let what = format!("{rows} rows, {mask:?}, {}", target.name);
         let (graph, weights) = build(KernelGraph::with_rows(rows as u32), rows, mask, true);
         let is_gpu = target.has_flags;
         let compiled = compiled(&graph, target);
-        assert_eq!(kernels.map(|kernel| grids(&compiled, kernel)), expected_grids.map(<[_]>::to_vec), "{what}");
+        assert_eq!(splits(&compiled, kernel), (vec![n_splits], n_merges), "{what}");
         let expected = on_the_reference(rows, mask, true);
         let memory = Memory::new(&compiled, &weights).unwrap();
         let mut executor: Box<dyn Executor> = if is_gpu {
@@ -167,11 +175,11 @@ fn every_cut_of_attention_has_its_sinks() {
 fn a_batch_has_its_sinks() {
     let (graph, _) = build(KernelGraph::batch(3), 3, Mask::Causal, true);
     let compiled = compiled(&graph, Target { split_positions: 8, hop_bytes: 0, ..Target::gpu(18) });
-    assert_eq!(grids(&compiled, "decode_attention"), [[2, 3, 1]; 3]);
-    assert_eq!(grids(&compiled, "attention_merge"), [[2, 1, 1]; 3]);
-    let ops = &compiled.programs[0].blocks.ops;
-    let sinks = ops.iter().filter_map(|op| op.accesses.get(decode_attention::slot::SINKS)?.as_ref());
-    assert_eq!(sinks.filter(|access| access.map == [Some(0), None, None]).count(), 3);
+    assert_eq!(splits(&compiled, "decode_attention"), (vec![3; 3], 3));
+    for op in ops(&compiled, "decode_attention") {
+        let sinks = op.accesses[decode_attention::slot::SINKS].as_ref().unwrap();
+        assert_eq!(sinks.map, [Some(0), None, None]);
+    }
 }
 
 #[test]
