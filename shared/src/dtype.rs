@@ -125,6 +125,11 @@ impl DType {
         }
     }
 
+    /// Whether its elements are floating-point numbers by themselves.
+    pub const fn is_float(self) -> bool {
+        matches!(self, DType::F32 | DType::Bf16 | DType::F16)
+    }
+
     /// Bytes between elements that are neighbours; of rows of [`Lines`], what strides between rows count.
     pub const fn size_bytes(self) -> usize {
         match self {

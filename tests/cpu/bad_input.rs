@@ -1,6 +1,7 @@
 //! What users get wrong: one clear error, nothing written, nothing broken.
 
 use perpetua::compile::{Config, Source, compile};
+use perpetua::device::kernels::gated_linear::Gating;
 use perpetua::device::kernels::linear::Activation;
 use perpetua::device::kernels::routing::Weighting;
 use perpetua::engine::Resident;
@@ -492,10 +493,11 @@ fn tensors_of_no_graph_are_refused_by_name() {
         gate,
         up: far,
         down: far,
+        biases: None,
         residual: None,
         chosen: 1,
         weighting: Weighting::All,
-        activation: none,
+        gating: Gating::default(),
     };
     let of = "operator a: tensor x55 does not exist";
     for said in [

@@ -17,6 +17,7 @@ use perpetua::model::decoder::{self, Cache, Declared, Head};
 use perpetua::model::synth::preset_config;
 use perpetua::{Device, EngineConfig};
 use perpetua_device::kernels::elementwise::{self, Function};
+use perpetua_device::kernels::gated_linear::Gating;
 use perpetua_device::kernels::linear::Activation;
 use perpetua_device::kernels::routing::Weighting;
 use perpetua_device::kernels::{Elementwise, Numbered, RmsNorm, param_words};
@@ -551,8 +552,8 @@ fn experts_are_a_stack_of_weights() {
             graph.weight_stack(name, experts, shape, DType::Bf16).unwrap()
         };
         let (gate, up, down) = (stack("*.gate", 10, [n, k]), stack("*.up", 20, [n, k]), stack("*.down", 30, [k, n]));
-        let (weighting, activation) = (Weighting::All, Activation::Silu);
-        let args = ExpertArgs { logits, gate, up, down, residual: None, chosen, weighting, activation };
+        let (weighting, gating) = (Weighting::All, Gating::of(Activation::Silu as u32));
+        let args = ExpertArgs { logits, gate, up, down, biases: None, residual: None, chosen, weighting, gating };
         let y = graph.experts("experts", x, args).unwrap();
         graph.output("y", y).unwrap();
         graph.output("down", down).unwrap();

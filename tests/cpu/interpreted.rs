@@ -6,7 +6,9 @@ use crate::simt::{model, model_of, recast};
 use perpetua::compile::Source;
 use perpetua::cuda::fake::{Fake, Options, Runs};
 use perpetua::cuda::probe::{Prober, TilesFrom};
-use perpetua::device::kernels::{attention_merge, elementwise, linear::Activation, routing::Weighting};
+use perpetua::device::kernels::{
+    attention_merge, elementwise, gated_linear::Gating, linear::Activation, routing::Weighting,
+};
 use perpetua::engine::Resident;
 use perpetua::exec::{RunError, cuda};
 use perpetua::graph::kernel::{ExpertArgs, KernelGraph};
@@ -438,8 +440,8 @@ fn rows_of_an_expert_are_products_of_warpgroups() {
             graph.weight_stack(&format!("*.{what}"), experts, shape, dtype).expect("a stack")
         };
         let (gate, up, down) = (stack(1, [n, k]), stack(2, [n, k]), stack(3, [k, n]));
-        let (weighting, activation) = (Weighting::Chosen, Activation::Silu);
-        let args = ExpertArgs { logits, gate, up, down, residual: Some(x), chosen, weighting, activation };
+        let (weighting, gating) = (Weighting::Chosen, Gating::of(Activation::Silu as u32));
+        let args = ExpertArgs { logits, gate, up, down, biases: None, residual: Some(x), chosen, weighting, gating };
         let y = graph.experts("experts", read, args).expect("operators");
         graph.output("y", y).unwrap();
         // Most go to the first expert where it is shifted, nobody to the last.
@@ -514,7 +516,7 @@ fn wave(at: usize, seed: usize) -> f32 {
     ((at * (seed + 13) + seed * 17) as f32 * 0.37).sin()
 }
 
-/// Mixtures of experts, norms of what is added and of all queries together, heads that are turned in part, layers that pass states on: by flags, by events, a launch per operator, and where nobody asks L2 for what is next.
+/// Mixtures of experts, norms of what is added and of all queries together, heads that are turned in part or have sinks, layers that pass states on: by flags, by events, a launch per operator, and where nobody asks L2 for what is next.
 #[test]
 fn families_with_operators_of_their_own_make_the_cpus_tokens() {
     if !has_kernel() {
@@ -530,6 +532,7 @@ fn families_with_operators_of_their_own_make_the_cpus_tokens() {
         "tiny-qwen3.5",
         "tiny-lfm2",
         "tiny-granite4-h",
+        "tiny-gpt-oss",
     ] {
         let model = Model::load(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)).expect(name);
         let config = EngineConfig { max_context: Some(24), chunks: vec![4], ..EngineConfig::default() };
@@ -549,7 +552,8 @@ fn families_with_operators_of_their_own_make_the_cpus_tokens() {
             let logits = engine.last_logits().expect("it runs").expect("a token was made");
             let distance = distance(&expected.1, &logits);
             // Gates make more of what rounding loses: with products' inputs rounded to bf16 transformers, too, is off by 2e-2 to 1e-1 at these positions.
-            let allowed = if name == "tiny-qwen3.5" { 4e-2 } else { 1e-2 };
+            // Beside gpt-oss's experts the CPU rounds to 8 bits.
+            let allowed = if matches!(name, "tiny-qwen3.5" | "tiny-gpt-oss") { 4e-2 } else { 1e-2 };
             assert!(made == expected.0 && distance < allowed, "{name}, {mode:?}, {without:?}: {made:?}, {distance}");
             (logits, driver.report().instructions)
         };

@@ -382,6 +382,20 @@ fn plan_predicts_what_is_launched_just_in_time() {
 }
 
 /// Half the bytes, nearly, where matrices are in 8 bits, fewer still in 4, and judged as ever.
+/// Of gpt-oss's experts those that a token goes to are read, in the 4 bits that files have, and their biases: nobody brings the others'.
+#[test]
+fn plan_counts_the_experts_of_a_token() {
+    let text = String::from_utf8(perpetua(&["plan", "--preset", "gpt-oss-20b", "--context", "512"]).stdout).unwrap();
+    let line = text.lines().find(|line| line.starts_with("predicted step")).unwrap();
+    let bytes = line.split_whitespace().skip_while(|word| *word != "for").nth(1).unwrap().parse::<f64>().unwrap() * 1e9;
+    let (hidden, layers) = (2880.0, 24.0);
+    let attention = 2.0 * hidden * (2.0 * 64.0 * 64.0 + 2.0 * 8.0 * 64.0);
+    // Rows of 22.5 lines, and the lines of their scales.
+    let experts = 4.0 * 3.0 * hidden * (23.0 + 3.0) * 64.0;
+    let expected = layers * (attention + experts) + 2.0 * hidden * 201_088.0;
+    assert!((bytes / expected - 1.0).abs() < 0.02, "{line}, expected about {expected:.3e} bytes");
+}
+
 #[test]
 fn plan_knows_fewer_bits() {
     let step = |more: &[&str]| {

@@ -4,6 +4,7 @@
 
 use super::Scratch;
 use super::rows::{self, Row};
+use super::rowwise::sum_over;
 use super::simd::{Body, Leaf, Level, Simd, activate, gated};
 use crate::io::Tensor;
 use crate::kernels::linear::Activation;
@@ -244,16 +245,12 @@ impl<S: Simd> Leaf for Copied<S> {
         let len = self.from.len();
         // SAFETY: inside the rows; the set exists (caller).
         unsafe {
-            let (mut squares, mut i) = (S::splat(0.0), 0);
-            while i < len {
-                let n = S::LANES.min(len - i);
+            let squares = sum_over!(S, len, |i, n| {
                 let x = self.from.load::<S>(i, n);
-                squares = S::fma(x, x, squares);
-                i += n;
-            }
-            let scale = self.by.map_or(1.0, |by| by / (S::sum(squares) + recurrence::NORM_EPS).sqrt());
-            let scale = S::splat(scale);
-            i = 0;
+                S::mul(x, x)
+            });
+            let scale = S::splat(self.by.map_or(1.0, |by| by / (squares + recurrence::NORM_EPS).sqrt()));
+            let mut i = 0;
             while i < len {
                 let n = S::LANES.min(len - i);
                 rows::store::<S>(self.to.add(i), n, S::mul(self.from.load::<S>(i, n), scale));
@@ -277,13 +274,7 @@ impl<S: Simd> Leaf for Dot<S> {
     unsafe fn run(self) -> f32 {
         // SAFETY: inside the rows; the set exists (caller).
         unsafe {
-            let (mut sum, mut i) = (S::splat(0.0), 0);
-            while i < self.n {
-                let n = S::LANES.min(self.n - i);
-                sum = S::fma(rows::load::<S>(self.a.add(i), n), rows::load::<S>(self.b.add(i), n), sum);
-                i += n;
-            }
-            S::sum(sum)
+            sum_over!(S, self.n, |i, n| S::mul(rows::load::<S>(self.a.add(i), n), rows::load::<S>(self.b.add(i), n)))
         }
     }
 }
@@ -410,18 +401,17 @@ impl<S: Simd> Leaf for GatedRow<S> {
         let len = self.x.len();
         // SAFETY: inside the rows; the set exists (caller).
         unsafe {
-            let (mut squares, mut i) = (S::splat(0.0), 0);
-            while self.w.is_some() && i < len {
-                let n = S::LANES.min(len - i);
+            // Of nobody where there is no norm.
+            let normed = if self.w.is_some() { len } else { 0 };
+            let squares = sum_over!(S, normed, |i, n| {
                 let mut x = self.x.load::<S>(i, n);
                 if self.params.gates_first == 1 {
                     x = S::mul(x, self.opened(i, n));
                 }
-                squares = S::fma(x, x, squares);
-                i += n;
-            }
-            let scale = S::splat(1.0 / (S::sum(squares) / len as f32 + self.params.eps).sqrt());
-            i = 0;
+                S::mul(x, x)
+            });
+            let scale = S::splat(1.0 / (squares / len as f32 + self.params.eps).sqrt());
+            let mut i = 0;
             while i < len {
                 let n = S::LANES.min(len - i);
                 let mut x = S::mul(self.x.load::<S>(i, n), self.opened(i, n));

@@ -43,6 +43,7 @@ macro_rules! sum_over {
         $S::sum($S::add($S::add(sums[0], sums[1]), $S::add(sums[2], sums[3])))
     }};
 }
+pub(super) use sum_over;
 
 /// y = x * rsqrt(mean(x^2) + eps) * w (+ residual).
 pub(crate) struct RmsNorm {

@@ -275,6 +275,7 @@ fn special(kind: u32, seed: u64, i: usize) -> f32 {
 
 mod experts {
     use super::*;
+    use crate::kernels::gated_linear::Gating;
     use crate::kernels::linear::Activation;
     use crate::kernels::{ExpertsDown, ExpertsUp, experts_down, experts_up};
 
@@ -291,10 +292,37 @@ mod experts {
         made: Memory,
         residual: Memory,
         y: Memory,
+        gate_bias: Memory,
+        up_bias: Memory,
+        down_bias: Memory,
     }
 
-    fn mixture(wd: DType, [rows, experts, chosen, n, k]: [usize; 5], few: bool, gap: usize, seed: u64) -> Mixture {
+    impl Mixture {
+        /// The first half's.
+        fn first(&self) -> [Memory; ExpertsUp::SLOTS.len()] {
+            let Mixture { logits, gate, up, x, made, gate_bias, up_bias, .. } = self;
+            [x, logits, gate, up, made, &Memory::absent(), gate_bias, up_bias].map(Memory::clone)
+        }
+    }
+
+    const SILU: Gating = Gating::of(Activation::Silu as u32);
+
+    fn gating(is_limited: bool) -> Gating {
+        if is_limited { Gating { activation: 0, limit: 1.25, alpha: 1.702 } } else { SILU }
+    }
+
+    fn mixture(
+        wd: DType,
+        [rows, experts, chosen, n, k]: [usize; 5],
+        [few, biased]: [bool; 2],
+        gap: usize,
+        seed: u64,
+    ) -> Mixture {
         let w = |of: u64, extents: [usize; 3]| Memory::new(wd, &extents, gap, 1, |i| noise(seed ^ of, i));
+        let bias = |of: u64, n: usize| match biased {
+            true => Memory::new(wd, &[experts, n], gap, 1, |i| noise(seed ^ of, i)),
+            false => Memory::absent(),
+        };
         let logit = |i| if few { (4.0 * noise(seed, i)).floor() } else { 4.0 * noise(seed, i) };
         Mixture {
             logits: Memory::new(DType::F32, &[rows, experts], gap, 0, logit),
@@ -305,6 +333,9 @@ mod experts {
             made: Memory::new(DType::F32, &[rows, chosen, n], gap, 1, |_| 77.0),
             residual: Memory::new(DType::F32, &[rows, k], 0, 1, |i| noise(seed ^ 5, i)),
             y: Memory::new(DType::F32, &[rows, k], gap, 0, |_| 77.0),
+            gate_bias: bias(6, n),
+            up_bias: bias(7, n),
+            down_bias: bias(8, k),
         }
     }
 
@@ -313,11 +344,12 @@ mod experts {
         #[test]
         fn agree_with_their_reference(
             isa in isas(), wd in dtypes(), rows in 1..below(40, 4), experts in 1usize..9, chosen in 1usize..9, n in 1..below(23, 5),
-            k in 1..below(80, 20), few in any::<bool>(), weighting in 0u32..3, order in 0u32..4, gap in 0usize..4, seed in any::<u64>(),
+            k in 1..below(80, 20), few in any::<bool>(), is_limited in any::<bool>(), biased in any::<bool>(), weighting in 0u32..3, order in 0u32..4,
+            gap in 0usize..4, seed in any::<u64>(),
         ) {
             let (n, k) = if order >= 2 { (n.next_multiple_of(32), k.next_multiple_of(32)) } else { (n, k) };
             let chosen = chosen.min(experts);
-            let m = mixture(wd, [rows, experts, chosen, n, k], few, gap, seed);
+            let m = mixture(wd, [rows, experts, chosen, n, k], [few, biased], gap, seed);
             let on_unit = order > 0 && isa.has_matrix_unit();
             let in_pairs = order == 3 && isa.multiplies_pairs();
             let size = match (on_unit, in_pairs) {
@@ -326,15 +358,15 @@ mod experts {
                 (_, true) => 1.0 / 256.0,
                 _ => ORDER,
             };
-            let p = experts_up::Params { activation: Activation::Silu as u32, order, weighting, eps: 0.0 };
-            let [expected, got] = both::<ExpertsUp>(isa, &p, &[m.x, m.logits.clone(), m.gate, m.up, m.made, Memory::absent()], step(0, rows as u32), 0);
+            let p = experts_up::Params { gating: gating(is_limited), order, weighting, eps: 0.0 };
+            let [expected, got] = both::<ExpertsUp>(isa, &p, &m.first(), step(0, rows as u32), 0);
             // A gate and what it opens are sums of at most k numbers below 1.
             let bound = 3.0 * size * (k * k) as f32;
             for (e, g) in expected[4].values().iter().zip(got[4].values()) {
                 prop_assert!(near(*e, g, bound), "{}: {g}, expected {e} +- {bound}", isa.name());
             }
             let largest = expected[4].values().iter().fold(0.0f32, |a, b| a.max(b.abs()));
-            let io = [expected[4].clone(), m.logits, m.down, m.residual, m.y];
+            let io = [expected[4].clone(), m.logits, m.down, m.residual, m.y, m.down_bias];
             let [expected, got] = both::<ExpertsDown>(isa, &experts_down::Params { order }, &io, step(0, rows as u32), 0);
             let bound = 3.0 * size * (1.0 + largest * (chosen * n) as f32);
             for (e, g) in expected[4].values().iter().zip(got[4].values()) {
@@ -345,11 +377,12 @@ mod experts {
         /// A row's bits are those it has alone, where no matrix unit reads it with others.
         #[test]
         fn company_changes_no_bit(
-            isa in isas(), rows in 2..below(20, 4), few in any::<bool>(), seed in any::<u64>(),
+            isa in isas(), rows in 2..below(20, 4), few in any::<bool>(), is_limited in any::<bool>(), biased in any::<bool>(),
+            seed in any::<u64>(),
         ) {
             let [experts, chosen, n, k] = [6, 3, 13, 40];
-            let m = mixture(DType::Bf16, [rows, experts, chosen, n, k], few, 0, seed);
-            let p = experts_up::Params { activation: Activation::Silu as u32, order: 0, weighting: 1, eps: 0.0 };
+            let m = mixture(DType::Bf16, [rows, experts, chosen, n, k], [few, biased], 0, seed);
+            let p = experts_up::Params { gating: gating(is_limited), order: 0, weighting: 1, eps: 0.0 };
             let row = |memory: &Memory, r: usize| {
                 let mut one = memory.clone();
                 one.operand.extent[0] = 1;
@@ -357,9 +390,13 @@ mod experts {
                 one
             };
             let up = |rows: usize, of: &dyn Fn(&Memory) -> Memory| {
-                let io = [of(&m.x), of(&m.logits), m.gate.clone(), m.up.clone(), of(&m.made), Memory::absent()];
+                let mut io = m.first();
+                for at in [experts_up::slot::X, experts_up::slot::LOGITS, experts_up::slot::Y] {
+                    io[at] = of(&io[at]);
+                }
                 let [_, made] = both::<ExpertsUp>(isa, &p, &io, step(0, rows as u32), 0);
-                let io = [made[4].clone(), io[1].clone(), m.down.clone(), of(&m.residual), of(&m.y)];
+                let io =
+                    [made[4].clone(), io[1].clone(), m.down.clone(), of(&m.residual), of(&m.y), m.down_bias.clone()];
                 let [_, y] = both::<ExpertsDown>(isa, &experts_down::Params { order: 0 }, &io, step(0, rows as u32), 0);
                 y[4].values()
             };
@@ -399,12 +436,14 @@ mod experts {
                 Isa::available().iter().flat_map(|isa| [(isa, 1, 0), (isa, 7, 0), (isa, 7, 2), (isa, 7, 3)])
             {
                 let logits = Memory::new(DType::F32, &[rows, experts], 0, 0, |i| noise(3, i));
-                let p = experts_up::Params { activation: Activation::Silu as u32, order, weighting: 1, eps: 0.0 };
+                let p = experts_up::Params { gating: SILU, order, weighting: 1, eps: 0.0 };
                 let y = |extents: &[usize]| Memory::new(DType::F32, extents, 0, 1, |_| 77.0);
                 let [gate, up] = [1, 2].map(|of| stack(of, [n, k]));
-                let io = [whole(&[rows, k], 1), logits.clone(), gate, up, y(&[rows, chosen, n]), Memory::absent()];
+                let none = Memory::absent;
+                let io =
+                    [whole(&[rows, k], 1), logits.clone(), gate, up, y(&[rows, chosen, n]), none(), none(), none()];
                 let of_up = both::<ExpertsUp>(*isa, &p, &io, step(0, rows as u32), 0).map(|io| io[4].values());
-                let io = [whole(&[rows, chosen, n], 2), logits, stack(4, [k, n]), Memory::absent(), y(&[rows, k])];
+                let io = [whole(&[rows, chosen, n], 2), logits, stack(4, [k, n]), none(), y(&[rows, k]), none()];
                 let p = experts_down::Params { order };
                 let of_down = both::<ExpertsDown>(*isa, &p, &io, step(0, rows as u32), 0).map(|io| io[4].values());
                 for [expected, got] in [of_up, of_down] {
@@ -422,9 +461,9 @@ mod experts {
     #[test]
     fn parts_may_lie_apart() {
         let [rows, experts, chosen, n, k] = [3, 5, 2, 7, 24];
-        let m = mixture(DType::Bf16, [rows, experts, chosen, n, k], false, 0, 9);
-        let p = experts_up::Params { activation: Activation::Silu as u32, order: 0, weighting: 0, eps: 0.0 };
-        let operands = [m.x, m.logits, m.gate, m.up, m.made, Memory::absent()];
+        let m = mixture(DType::Bf16, [rows, experts, chosen, n, k], [false; 2], 0, 9);
+        let p = experts_up::Params { gating: SILU, order: 0, weighting: 0, eps: 0.0 };
+        let operands = m.first();
         let spec = Spec::of(ExpertsUp::TASK_TYPE).expect("the kernel is listed");
         let task = TaskDesc { task_type: ExpertsUp::TASK_TYPE, params: param_words(&p), ..TaskDesc::zeroed() };
         let run = |tensors: &[Tensor], cpu: bool| {
@@ -468,7 +507,7 @@ mod experts {
 
     #[test]
     fn what_is_no_stack_of_parts_is_refused() {
-        let stack = mixture(DType::Bf16, [1, 4, 1, 2, 8], false, 0, 1).gate.operand;
+        let stack = mixture(DType::Bf16, [1, 4, 1, 2, 8], [false; 2], 0, 1).gate.operand;
         let memory = [0u64; 16];
         let parts = [memory.as_ptr().cast_mut().cast::<u8>(); 4];
         let apart = stack.stride_elems[0] as usize * 2;

@@ -1769,6 +1769,27 @@ fn advance(random: &mut Random, round: usize) {
     case.judge("advance");
 }
 
+/// By an activation, or with a limit that some sums pass.
+fn gating(random: &mut Random) -> gated_linear::Gating {
+    match random.below(3) {
+        0 => gated_linear::Gating { activation: 0, limit: 0.5 + random.below(3) as f32, alpha: 1.702 },
+        _ => gated_linear::Gating::of(random.below(5)),
+    }
+}
+
+/// Those of both of an expert's matrices, or none.
+fn push_biases(case: &mut Case, random: &mut Random, shape: [u32; 2]) {
+    let are_there = random.flip();
+    for _ in 0..2 {
+        if are_there {
+            let dtype = random.dtype();
+            case.floats(random, dtype, &shape);
+        } else {
+            case.absent();
+        }
+    }
+}
+
 /// Of logits whose numbers are few, so that some are equal; one expert or many, all of them or a few.
 fn experts(random: &mut Random, round: usize) {
     let rows = if round.is_multiple_of(2) { 1 } else { random.one_to(4) };
@@ -1785,7 +1806,7 @@ fn experts(random: &mut Random, round: usize) {
         case.counts = rows == 1;
     };
     let weighting = random.below(3);
-    let params = experts_up::Params { activation: random.below(5), order: 0, eps: 1e-5, weighting };
+    let params = experts_up::Params { gating: gating(random), order: 0, eps: 1e-5, weighting };
     let mut case = Case::new::<ExpertsUp>(params);
     let dtype = random.dtype();
     case.floats(random, dtype, &[rows, k]);
@@ -1797,6 +1818,7 @@ fn experts(random: &mut Random, round: usize) {
     let dtype = random.dtype();
     case.push(random, dtype, &[rows, chosen, n], |_| 7.0);
     case.maybe_norm(random, rows, k);
+    push_biases(&mut case, random, [experts, n]);
     begin(&mut case, random);
     case.judge("experts_up");
 
@@ -1809,6 +1831,7 @@ fn experts(random: &mut Random, round: usize) {
     case.maybe(random, &[rows, n]);
     let dtype = random.dtype();
     case.push(random, dtype, &[rows, n], |_| 7.0);
+    case.maybe(random, &[experts, n]);
     begin(&mut case, random);
     case.judge("experts_down");
 
@@ -1822,6 +1845,7 @@ fn experts(random: &mut Random, round: usize) {
     }
     case.push(random, DType::F32, &[rows, chosen, n], |_| 7.0);
     case.maybe_norm(random, rows, k);
+    push_biases(&mut case, random, [experts, n]);
     begin(&mut case, random);
     case.judge("experts_up of whole eights");
 
@@ -1832,6 +1856,7 @@ fn experts(random: &mut Random, round: usize) {
     case.push_placed(random, DType::Bf16, &[experts, n, k], Random::float, true);
     case.push(random, DType::F32, &[rows, n], Random::float);
     case.push(random, DType::F32, &[rows, n], |_| 7.0);
+    case.maybe(random, &[experts, n]);
     begin(&mut case, random);
     case.judge("experts_down of whole eights");
 }
@@ -1851,7 +1876,7 @@ fn experts_in_fewer_bits(random: &mut Random, round: usize) {
     };
     let logits =
         |case: &mut Case, random: &mut Random| case.push(random, DType::F32, &[rows, experts], |r| 3.0 * r.float());
-    let params = experts_up::Params { activation: random.below(5), order: 0, eps: 1e-5, weighting: random.below(3) };
+    let params = experts_up::Params { gating: gating(random), order: 0, eps: 1e-5, weighting: random.below(3) };
     let mut case = Case::new::<ExpertsUp>(params);
     let dtype = random.dtype();
     case.floats(random, dtype, &[rows, k]);
@@ -1861,6 +1886,7 @@ fn experts_in_fewer_bits(random: &mut Random, round: usize) {
     case.push_packed(random, other, &[experts, n, k]);
     case.push(random, DType::F32, &[rows, chosen, n], |_| 7.0);
     case.maybe_norm(random, rows, k);
+    push_biases(&mut case, random, [experts, n]);
     case.step.rows = random.one_to(rows + 1);
     case.judge("experts_up with weights in fewer bits");
 
@@ -1874,6 +1900,7 @@ fn experts_in_fewer_bits(random: &mut Random, round: usize) {
     case.push_packed(random, weights, &[experts, n, k]);
     case.maybe(random, &[rows, n]);
     case.push(random, DType::F32, &[rows, n], |_| 7.0);
+    case.maybe(random, &[experts, n]);
     case.step.rows = random.one_to(rows + 1);
     case.judge("experts_down with weights in fewer bits");
 }
@@ -1894,13 +1921,15 @@ fn experts_rows_need_no_whole_lines() {
             let elems = u64::from(chosen * n * k * matrices);
             assert!(k < 2880 || case.report.bytes_read < 3 * elems, "{what}: {elems}, {:?}", case.report);
         };
-        let mut case = Case::new::<ExpertsUp>(experts_up::Params { activation: 1, order: 0, eps: 1e-5, weighting: 1 });
+        let gating = gated_linear::Gating::of(1);
+        let mut case = Case::new::<ExpertsUp>(experts_up::Params { gating, order: 0, eps: 1e-5, weighting: 1 });
         case.push_placed(&mut random, DType::F32, &[1, k], Random::float, true);
         logits(&mut case, &mut random);
         case.push_packed(&mut random, weights, &[experts, n, k]);
         case.push_packed(&mut random, weights, &[experts, n, k]);
         case.push(&mut random, DType::F32, &[1, chosen, n], |_| 7.0);
         case.floats(&mut random, DType::F32, &[k]);
+        (0..2).for_each(|_| case.absent());
         judge(case, 2, "experts_up");
 
         let mut case = Case::new::<ExpertsDown>(experts_down::Params { order: 0 });
@@ -1909,6 +1938,7 @@ fn experts_rows_need_no_whole_lines() {
         case.push_packed(&mut random, weights, &[experts, n, k]);
         case.floats(&mut random, DType::F32, &[1, n]);
         case.push(&mut random, DType::F32, &[1, n], |_| 7.0);
+        case.absent();
         judge(case, 1, "experts_down");
     }
 }
@@ -1962,9 +1992,9 @@ fn routed_case(random: &mut Random, round: usize, blocks: u32) -> (Case, bool) {
     let (n, k) = (random.one_to(if experts > 100 { 20 } else { 200 }), 8 * random.one_to(12));
     let k = if by_warpgroup { k } else { random.one_to(100) };
     let is_pair = random.flip();
-    let activation = if is_pair { random.below(5) } else { 0 };
+    let gating = if is_pair { gating(random) } else { gated_linear::Gating::default() };
     let has_slots = u32::from(random.flip());
-    let mut case = Case::new::<RoutedLinear>(routed_linear::Params { activation, blocks, has_slots });
+    let mut case = Case::new::<RoutedLinear>(routed_linear::Params { gating, blocks, has_slots });
     if by_warpgroup {
         (case.tile_bytes, case.threads) = (TILE_BYTES, &[224, 160]);
     }
@@ -2000,6 +2030,12 @@ fn routed_case(random: &mut Random, round: usize, blocks: u32) -> (Case, bool) {
     }
     let own = random.dtype();
     case.push(random, own, &[rows, chosen, n], |_| 7.0);
+    if is_pair {
+        push_biases(&mut case, random, [experts, n]);
+    } else {
+        case.maybe(random, &[experts, n]);
+        case.absent();
+    }
     case.step.rows = random.one_to(rows + 1);
     (case, by_warpgroup)
 }

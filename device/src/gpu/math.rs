@@ -2,6 +2,7 @@
 
 use crate::arch::scalar::{self, exp2, fma, fma64, with_byte};
 use crate::arch::{each_of_four, memory};
+use crate::kernels::gated_linear::Gating;
 use crate::kernels::linear::Activation;
 use core::hint::cold_path;
 
@@ -176,6 +177,37 @@ fn of_each<const R: usize>(mut fours: [[f32; 4]; R], f: impl Fn(f32) -> f32) -> 
         fours[i] = [f(a), f(b), f(c), f(d)];
     });
     fours
+}
+
+/// What [`Gating`] makes of a column's sums.
+pub(crate) fn gate(gating: Gating, g: f32, u: f32) -> f32 {
+    if gating.limit == 0.0 {
+        return activate(gating.activation, g) * u;
+    }
+    limited(gating, g, u)
+}
+
+/// [`gate`] of fours, at most four of them.
+pub(crate) fn gate_fours<const R: usize>(gating: Gating, g: [[f32; 4]; R], u: [[f32; 4]; R]) -> [[f32; 4]; R] {
+    let mut made = g;
+    if gating.limit == 0.0 {
+        made = activate_fours(gating.activation, g);
+    }
+    each_of_four!(i => if i < R {
+        let (a, b) = (made[i], u[i]);
+        let of = |c: usize| if gating.limit == 0.0 { a[c] * b[c] } else { limited(gating, a[c], b[c]) };
+        made[i] = [of(0), of(1), of(2), of(3)];
+    });
+    made
+}
+
+/// [`gate`] with a limit.
+fn limited(gating: Gating, g: f32, u: f32) -> f32 {
+    let Gating { limit, alpha, .. } = gating;
+    let g = if g > limit { limit } else { g };
+    let u = if u > limit { limit } else { u };
+    let u = if u < -limit { -limit } else { u };
+    g * scalar::reciprocal(1.0 + exp(-alpha * g)) * (u + 1.0)
 }
 
 const NONE: u32 = Activation::None as u32;

@@ -1,12 +1,13 @@
-//! y[r] = residual[r] + the sum over slots s of x[r, s] . w[e]^T, where e is the expert that row r goes to through slot s (see
-//! [`routing`]): the second half of a mixture of experts, whose first half has weighted what they made. x: [rows, slots, k]; logits:
-//! [rows, experts] f32; w: [experts, n, k]; residual, y: [rows, n]; f32 accumulation. Reads the weights of the experts that rows go to,
+//! y[r] = residual[r] + the sum over slots s of x[r, s] . w[e]^T + weight * bias[e], where e is the expert that row r goes to through slot s, and weight
+//! is how much it counts among those chosen (see [`routing`]): the second half of a mixture of experts, whose first half has weighted what they made. x:
+//! [rows, slots, k]; logits: [rows, experts] f32; w: [experts, n, k]; bias: [experts, n]; residual, y: [rows, n]; f32 accumulation. Reads the weights of the experts that rows go to,
 //! once. (MPK: `MOE_W2_LINEAR` and `MOE_MUL_SUM_ADD`.)
 
 #[cfg(not(target_arch = "nvptx64"))]
 use super::linear::Order;
 use super::routing::{Found, Weighting};
 use super::*;
+use crate::arch::scalar::fma;
 use crate::gpu::packed::{Eight, Four};
 use crate::gpu::rows::dot_of_parts;
 use crate::gpu::thin::afar;
@@ -31,6 +32,7 @@ slots! {
     W: read "w",
     RESIDUAL: optional "residual",
     Y: write "y",
+    BIAS: optional "bias",
 }
 
 // As in the other products, where a row is staged.
@@ -46,7 +48,7 @@ impl MacroKernel for ExpertsDown {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
-        let [x, logits, w, residual, y] = io else { unreachable!("slots were counted") };
+        let [x, logits, w, residual, y, bias] = io else { unreachable!("slots were counted") };
         if Order::from_u32(p.order).is_none() {
             return Err(format!("order of summation {} is unknown", p.order));
         }
@@ -59,6 +61,7 @@ impl MacroKernel for ExpertsDown {
         routing::check(logits, rows, chosen)?;
         routing::weights("w", w, logits.extent[1])?;
         rules::extent("w", w, 2, k)?;
+        routing::bias("bias", bias, w)?;
         rules::flagged_in(&[("residual", residual), ("y", y)], rows)?;
         for (name, operand) in [("residual", residual), ("y", y)] {
             rules::extent(name, operand, 0, rows)?;
@@ -68,20 +71,22 @@ impl MacroKernel for ExpertsDown {
     }
 
     fn cost(_: &Params, io: &[Operand]) -> Cost {
-        let [x, _, w, ..] = io else { return Cost::default() };
-        routing::cost(&[w], x.extent[0], x.extent[1], default_cost(Self::SLOTS, io))
+        let [x, _, w, _, _, bias] = io else { return Cost::default() };
+        routing::cost(&[w, bias], x.extent[0], x.extent[1], default_cost(Self::SLOTS, io))
     }
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(_: &Params, call: &Call<'_>) -> Result<(), Fault> {
-        let [x, logits, w, residual, y] = core::array::from_fn(|i| call.tensor(i));
+        let [x, logits, w, residual, y, bias] = core::array::from_fn(|i| call.tensor(i));
         let mut routes = Vec::new();
         routing::routes_of(&logits, call.rows(slot::X), x.extent(1), Weighting::Chosen, &mut routes);
         for r in 0..call.rows(slot::X) {
             for n in 0..w.extent(1) {
                 let own = routes.iter().filter(|route| route.row == r);
                 let product = |route: &routing::Route| -> f32 {
-                    (0..x.extent(2)).map(|k| x.get([r, route.slot, k]) * w.get([route.expert, n, k])).sum()
+                    let sum: f32 =
+                        (0..x.extent(2)).map(|k| x.get([r, route.slot, k]) * w.get([route.expert, n, k])).sum();
+                    if bias.is_present() { sum + route.weight * bias.get([route.expert, n]) } else { sum }
                 };
                 let before = if residual.is_present() { residual.get([r, n]) } else { 0.0 };
                 y.set([r, n], before + own.map(product).sum::<f32>());
@@ -92,7 +97,7 @@ impl MacroKernel for ExpertsDown {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
-        let [x, logits, w, residual, y] = core::array::from_fn(|i| call.tensor(i));
+        let [x, logits, w, residual, y, bias] = core::array::from_fn(|i| call.tensor(i));
         let is_float = |tensor: &crate::io::Tensor| !tensor.is_present() || tensor.dtype() == DType::F32;
         if ![x, residual, y].iter().all(is_float) {
             return Self::reference(p, call);
@@ -112,6 +117,10 @@ impl MacroKernel for ExpertsDown {
         let put = |route: &routing::Route, made: &[f32]| {
             let y = y.slice_mut::<f32, 2>([route.row, 0], made.len());
             y.iter_mut().zip(made).for_each(|(y, made)| *y += made);
+            if bias.is_present() {
+                let bias = (0..made.len()).map(|n| bias.get([route.expert, n]));
+                y.iter_mut().zip(bias).for_each(|(y, bias)| *y += route.weight * bias);
+            }
         };
         let shape = [x.extent(0), x.extent(2), n];
         let routed = routing::Routed { logits, chosen: x.extent(1), weighting: Weighting::Chosen, shape };
@@ -134,9 +143,17 @@ impl MacroKernel for ExpertsDown {
                     found.ask(call, block, slot::W, chosen);
                 }
                 let residual = call.tensor(slot::RESIDUAL);
-                let ask = |column| if residual.is_present() { call.ask(&residual, [r, column]) } else { 0 };
-                let finish = |column, sum: f32, asked| {
-                    let value = sum + call.told(slot::RESIDUAL, &residual, [r, column], asked);
+                let ask = |column| {
+                    let bias = call.tensor(slot::BIAS);
+                    let (mut slot, mut biases) = (0, 0.0);
+                    while bias.is_present() && slot < chosen {
+                        biases = fma(found.weight(slot), bias.get([found.expert(slot), column]), biases);
+                        slot += 1;
+                    }
+                    (if residual.is_present() { call.ask(&residual, [r, column]) } else { 0 }, biases)
+                };
+                let finish = |column, sum: f32, (asked, biases): (u32, f32)| {
+                    let value = sum + biases + call.told(slot::RESIDUAL, &residual, [r, column], asked);
                     call.put(&call.tensor(slot::Y), [r, column], value);
                 };
                 let (operands, row) = ([slot::X, slot::W], (r, found, chosen));

@@ -1,13 +1,14 @@
-//! y[r, s] = weight * act(x[r] . gate[e]^T) * (x[r] . up[e]^T), where e is the expert that row r goes to through slot s, and weight is
-//! how much it counts (see [`routing`]): the first half of a mixture of experts. x: [rows, k]; logits: [rows, experts] f32; gate, up:
-//! [experts, n, k]; y: [rows, slots, n]; f32 accumulation. Reads the weights of the experts that rows go to, once. With `norm`, [k], x, one
+//! y[r, s] = weight * act(x[r] . gate[e]^T + gate_bias[e]) * (x[r] . up[e]^T + up_bias[e]), where e is the expert that row r goes to through slot
+//! s, and weight is how much it counts (see [`routing`]): the first half of a mixture of experts. It may be gated otherwise: see [`Gating`]. x: [rows,
+//! k]; logits: [rows, experts] f32; gate, up: [experts, n, k]; gate_bias, up_bias: [experts, n]; y: [rows, slots, n]; f32 accumulation. Reads the weights of the experts that rows go to, once. With `norm`, [k], x, one
 //! row, is first normalised, as in [`linear`](super::linear). (MPK: `MOE_W13_LINEAR`, its gate and its up.)
 
+use super::gated_linear::Gating;
 #[cfg(not(target_arch = "nvptx64"))]
-use super::linear::{Activation, Order};
+use super::linear::Order;
 use super::routing::{Found, Weighting};
 use super::*;
-use crate::gpu::math::activate;
+use crate::gpu::math::gate;
 use crate::gpu::rows::{Staging, Vector, two_dots};
 use crate::gpu::thin::{First, afar, by_form};
 #[cfg(not(target_arch = "nvptx64"))]
@@ -21,8 +22,8 @@ pub struct ExpertsUp;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Params {
-    /// An [`Activation`](super::linear::Activation).
-    pub activation: u32,
+    /// What becomes of a column's two sums.
+    pub gating: Gating,
     /// An [`Order`](super::linear::Order).
     pub order: u32,
     /// Added to the mean square of x, where it is normalised.
@@ -38,6 +39,8 @@ slots! {
     UP: read "up",
     Y: write "y",
     NORM: optional "norm",
+    GATE_BIAS: optional "gate_bias",
+    UP_BIAS: optional "up_bias",
 }
 
 // As in the other products, where a row is staged.
@@ -53,10 +56,8 @@ impl MacroKernel for ExpertsUp {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
-        let [x, logits, gate, up, y, norm] = io else { unreachable!("slots were counted") };
-        if Activation::from_u32(p.activation).is_none() {
-            return Err(format!("activation {} is unknown", p.activation));
-        }
+        let [x, logits, gate, up, y, norm, gate_bias, up_bias] = io else { unreachable!("slots were counted") };
+        p.gating.check()?;
         if Order::from_u32(p.order).is_none() {
             return Err(format!("order of summation {} is unknown", p.order));
         }
@@ -72,6 +73,9 @@ impl MacroKernel for ExpertsUp {
             routing::weights(name, weights, logits.extent[1])?;
             rules::extent(name, weights, 2, k)?;
         }
+        for (name, bias) in [("gate_bias", gate_bias), ("up_bias", up_bias)] {
+            routing::bias(name, bias, gate)?;
+        }
         rules::norm(norm, x, 0)?;
         let most = routing::most_staged(logits.extent[1]);
         if (norm.is_present() || x.is_flagged != 0) && (rows != 1 || k > most) {
@@ -85,23 +89,23 @@ impl MacroKernel for ExpertsUp {
     }
 
     fn cost(_: &Params, io: &[Operand]) -> Cost {
-        let [x, _, gate, up, y, _] = io else { return Cost::default() };
-        routing::cost(&[gate, up], x.extent[0], y.extent[1], default_cost(Self::SLOTS, io))
+        let [x, _, gate, up, y, _, gate_bias, up_bias] = io else { return Cost::default() };
+        routing::cost(&[gate, up, gate_bias, up_bias], x.extent[0], y.extent[1], default_cost(Self::SLOTS, io))
     }
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
-        let [x, logits, gate, up, y, norm] = core::array::from_fn(|i| call.tensor(i));
-        let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
+        let [x, logits, gate, up, y, norm, gate_bias, up_bias] = core::array::from_fn(|i| call.tensor(i));
         let mut routes = Vec::new();
         routing::routes_of(&logits, call.rows(slot::X), y.extent(1), Weighting::of(p.weighting), &mut routes);
         for route in routes {
             let x = rms_norm::row(&x, route.row, &norm, p.eps, false);
-            let of = |w: &crate::io::Tensor, n: usize| -> f32 {
-                x.iter().enumerate().map(|(k, x)| x * w.get([route.expert, n, k])).sum()
+            let of = |w: &crate::io::Tensor, bias: &crate::io::Tensor, n: usize| -> f32 {
+                let sum: f32 = x.iter().enumerate().map(|(k, x)| x * w.get([route.expert, n, k])).sum();
+                if bias.is_present() { sum + bias.get([route.expert, n]) } else { sum }
             };
             for n in 0..gate.extent(1) {
-                let value = activation.apply(of(&gate, n)) * of(&up, n);
+                let value = p.gating.apply(of(&gate, &gate_bias, n), of(&up, &up_bias, n));
                 y.set([route.row, route.slot, n], route.weight * value);
             }
         }
@@ -111,7 +115,8 @@ impl MacroKernel for ExpertsUp {
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
         let [x, logits, gate, up, y] = core::array::from_fn(|i| call.tensor(i));
-        let params = gated_linear::Params { activation: p.activation, order: p.order, ..Default::default() };
+        let params = gated_linear::Params { order: p.order, ..Default::default() };
+        let [gate_bias, up_bias] = [slot::GATE_BIAS, slot::UP_BIAS].map(|slot| call.tensor(slot));
         let take = |route: &routing::Route, from: &mut [f32]| from.copy_from_slice(x.slice([route.row, 0], from.len()));
         let put = |route: &routing::Route, made: &[f32]| {
             let y = y.slice_mut::<f32, 3>([route.row, route.slot, 0], made.len());
@@ -124,10 +129,15 @@ impl MacroKernel for ExpertsUp {
         let shape = [x.extent(0), x.extent(1), gate.extent(1)];
         let routed = routing::Routed { logits, chosen: y.extent(1), weighting: Weighting::of(p.weighting), shape };
         routed.each_expert(call, scratch, take, put, |expert, [x, y], call, scratch| {
-            use gated_linear::slot::{GATE, UP, X, Y};
+            use gated_linear::slot::{GATE, GATE_BIAS, UP, UP_BIAS, X, Y};
             let mut tensors = [crate::io::Tensor::ABSENT; GatedLinear::SLOTS.len()];
             (tensors[X], tensors[GATE], tensors[UP], tensors[Y]) = (x, gate.part(expert), up.part(expert), y);
-            GatedLinear::cpu(&params, &Call { tensors: &tensors, ..*call }, scratch)
+            for (slot, bias) in [(GATE_BIAS, &gate_bias), (UP_BIAS, &up_bias)] {
+                if bias.is_present() {
+                    tensors[slot] = bias.part(expert);
+                }
+            }
+            gated_linear::cpu::run(&params, p.gating, &Call { tensors: &tensors, ..*call }, scratch)
         })
     }
 
@@ -155,13 +165,20 @@ impl MacroKernel for ExpertsUp {
                     found.ask(call, block, slot::GATE, chosen);
                     found.ask(call, block, slot::UP, chosen);
                 }
-                let finish = |slot, column, [g, u]: [f32; 2]| {
-                    let value = found.weight(slot) * activate(p.activation, g) * u;
+                let ask = |slot, column| {
+                    let of = |operand: usize| {
+                        let bias = call.tensor(operand);
+                        if bias.is_present() { bias.get([found.expert(slot), column]) } else { 0.0 }
+                    };
+                    [of(slot::GATE_BIAS), of(slot::UP_BIAS)]
+                };
+                let finish = |slot, column, [g, u]: [f32; 2], [of_g, of_u]: [f32; 2]| {
+                    let value = found.weight(slot) * gate(p.gating, g + of_g, u + of_u);
                     call.tensor(slot::Y).set([r, slot, column], value);
                 };
                 if let Some(kind) = form {
                     let operands = [slot::GATE, slot::UP];
-                    by_form!(kind, F => afar::pairs::<F>(call, operands, (found, chosen), block, finish));
+                    by_form!(kind, F => afar::pairs::<F>(call, operands, (found, chosen), block, ask, finish));
                 } else {
                     let (n, k) = (call.tensor(slot::GATE).extent(1), call.tensor(slot::GATE).extent(2));
                     let mut at = block.warp();
@@ -172,7 +189,7 @@ impl MacroKernel for ExpertsUp {
                         let rows = [gate.weight_row([expert, column]), up.weight_row([expert, column])];
                         let sums = two_dots(x, rows, k, block.lane());
                         if block.lane() == 0 {
-                            finish(slot, column, sums);
+                            finish(slot, column, sums, ask(slot, column));
                         }
                         at += block.warps();
                     }

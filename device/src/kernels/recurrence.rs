@@ -18,7 +18,6 @@ use super::*;
 use crate::arch::{WARP, memory, scalar, scalar::fma, shared, warp};
 use crate::block::FREE_SHARED;
 use crate::gpu::math::{exp, rsqrt, softplus};
-use core::hint::cold_path;
 
 /// See the module head.
 #[derive(Debug)]
@@ -369,8 +368,6 @@ unsafe fn columns(call: &gpu::Call<'_>, lane: u32, [first, count]: [u32; 2], [h,
                 if 4 * lane < d_k {
                     row.set_four_below(4 * lane, d_k, four);
                 }
-            } else {
-                cold_path();
             }
         };
         keep(0, s[0]);

@@ -89,6 +89,16 @@ pub(crate) fn weights(name: &str, operand: &Operand, experts: u32) -> Result<(),
     rules::weights(name, &Operand { rank: 2, extent: [n, k, 1, 1], stride_elems: [stride, unit, 0, 0], ..*operand })
 }
 
+/// Biases of the columns that `weights` have, `[experts, n]`.
+#[cfg(not(target_arch = "nvptx64"))]
+pub(crate) fn bias(name: &str, operand: &Operand, weights: &Operand) -> Result<(), Violation> {
+    rules::dtype(name, operand, &rules::FLOATS)?;
+    rules::rank(name, operand, 2)?;
+    rules::unit_stride(name, operand)?;
+    rules::extent(name, operand, 0, weights.extent[0])?;
+    rules::extent(name, operand, 1, weights.extent[1])
+}
+
 /// An expert that a row goes to.
 #[cfg(not(target_arch = "nvptx64"))]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -236,18 +246,19 @@ unsafe fn floats(base: *mut f32, [rows, columns]: [usize; 2]) -> io::Tensor {
     unsafe { io::Tensor::new(base.cast(), &operand) }
 }
 
-/// What is read and computed of `matrices`, each `[experts, n, k]`, by `rows` rows that go to `chosen` experts each; `all` is what it would be
-/// to read all.
-pub(crate) fn cost(matrices: &[&Operand], rows: u32, chosen: u32, all: Cost) -> Cost {
+/// What is read and computed of experts' operands `of_experts`, matrices, each `[experts, n, k]`, and biases, `[experts, n]`, if there are such, by `rows`
+/// rows that go to `chosen` experts each; `all` is what it would be to read all.
+pub(crate) fn cost(of_experts: &[&Operand], rows: u32, chosen: u32, all: Cost) -> Cost {
     let routes = u64::from(rows) * u64::from(chosen);
     let mut cost = Cost { flops: 0, ..all };
-    for matrix in matrices {
-        let [experts, n, k, _] = matrix.extent;
-        let one = Operand { extent: [1, n, k, 1], ..**matrix };
-        // Of all experts' weights, those of as many experts as rows go to at most.
+    for operand in of_experts.iter().filter(|operand| operand.is_present()) {
+        let [experts, n, k, _] = operand.extent;
+        let one = Operand { extent: [1, n, k, 1], ..**operand };
+        // Of all experts', those of as many experts as rows go to at most.
         let unread = product([u64::from(experts).saturating_sub(routes), one.bytes()]);
         cost.bytes_read = cost.bytes_read.saturating_sub(unread);
-        cost.flops = total([cost.flops, product([2, routes, one.len_elems()])]);
+        let flops_each = if operand.rank == 3 { 2 } else { 1 };
+        cost.flops = total([cost.flops, product([flops_each, routes, one.len_elems()])]);
     }
     cost
 }

@@ -412,6 +412,9 @@ fn warm(model: &Model) -> Outcome {
         return Ok(());
     }
     let weights = model.weights()?;
+    let bar = progress(weights.unmade_bytes(), "unpacking experts", BYTES_BAR);
+    model.unpack(|bytes| bar.inc(bytes))?;
+    bar.finish_and_clear();
     let bar = progress(weights.size_bytes() as u64, "reading weights", BYTES_BAR);
     let mut sum = 0u8;
     for name in weights.names().map(str::to_owned).collect::<Vec<_>>() {

@@ -9,7 +9,7 @@ use perpetua::graph::threadblock::ThreadBlockGraph;
 use perpetua::machine::Machine;
 use perpetua::model::decoder::{Cache, Declared, Head, build};
 use perpetua::model::synth::{preset_config, text_presets};
-use perpetua::model::{DecoderConfig, ModelConfig, Quantize};
+use perpetua::model::{DecoderConfig, ModelConfig, Quantize, layout};
 use perpetua::schedule::predict::{Prediction, Prefetch, predict};
 use perpetua::schedule::prefetch::{self, Plan};
 use perpetua::schedule::timeline::{Beside, Run, Timeline};
@@ -227,7 +227,8 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
             (None, Some(file)) => ModelConfig::open(file)?,
             (None, None) => unreachable!("clap asks for one of the four"),
         };
-        let in_fewer_bits = args.quantize.map(|how| Quantize::from(how).dtypes(&config)).unwrap_or_default();
+        let mut in_fewer_bits = layout::packed(&config);
+        in_fewer_bits.extend(args.quantize.into_iter().flat_map(|how| Quantize::from(how).dtypes(&config)));
         let ModelConfig::Decoder(config @ DecoderConfig { is_bidirectional: false, .. }) = &config else {
             return Err("a model of sentences is planned from its folder: use --model".into());
         };

@@ -64,6 +64,7 @@ impl Embedder {
         let rows = if takes_whole { &sentence_rows(context)[..] } else { chunks };
         let mut sources = sentence_sources(model, rows, cache)?;
         sources.iter_mut().for_each(|source| source.graph.prompt_precision = config.prompt_precision);
+        model.unpack(|_| {})?;
         let resident = Resident::at(sources, model, place, &config.just_in_time, |_| {})?;
         Ok(Embedder { model: model.clone(), resident, context })
     }

@@ -92,6 +92,27 @@ impl Model {
         Ok(Model { folder: self.folder.clone(), quantized: Some(Arc::new(quantized)) })
     }
 
+    /// Makes what the network reads in another form than files have it, gpt-oss's experts, in memory, on all cores, if that has not been done: an [`Engine`]
+    /// does, without saying how far it is. `progress` is called with bytes that have been made, of as many as
+    /// [`Weights::unmade_bytes`](model::Weights::unmade_bytes) says.
+    ///
+    /// # Errors
+    /// Weights that are missing, misshapen or not numbers; too little memory.
+    pub fn unpack(&self, mut progress: impl FnMut(u64)) -> Result<(), EngineError> {
+        if self.quantized.is_some() {
+            // They are there.
+            return Ok(());
+        }
+        let weights = self.weights()?;
+        let needed = weights.unmade_bytes();
+        if let Some(available) = available_bytes()
+            && needed > available
+        {
+            return Err(MemoryError::TooLarge { what: "experts' weights".to_owned(), bytes: needed, available }.into());
+        }
+        Ok(weights.make_all(&mut progress)?)
+    }
+
     /// How its weights were quantised, if they were.
     pub fn quantized(&self) -> Option<&Quantized> {
         self.quantized.as_deref()
@@ -609,6 +630,7 @@ impl Engine {
             sources.push(decoder_source(model, rows, cache, Head::Verify)?);
         }
         sources.iter_mut().for_each(|source| source.graph.prompt_precision = config.prompt_precision);
+        model.unpack(|_| {})?;
         let resident = Resident::at(sources, model, place, &config.just_in_time, progress)?;
         let sequences = config.sequences.unwrap_or(0);
         let drafts = config.prompt_lookup.unwrap_or(0) as u32;

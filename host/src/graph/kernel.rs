@@ -9,6 +9,7 @@
 
 use super::tensor::{BufferId, BufferKind, DTensor, OpId, TensorError, TensorId, TensorTable, row_major};
 use super::threadblock::{AccessKind, BlockOp, GRID_AXES, KernelCall};
+use perpetua_device::kernels::gated_linear::Gating;
 use perpetua_device::kernels::linear::Activation;
 use perpetua_device::kernels::routing::Weighting;
 use perpetua_device::kernels::{self, MacroKernel, Numbered, Spec, Use, elementwise::Function, param_words};
@@ -563,27 +564,33 @@ impl KernelGraph {
     }
 
     /// A mixture of experts: residual + the sum, over the `chosen` experts that a row of `x` goes to by its `logits`, of weight *
-    /// (activation(x . gate^T) * (x . up^T)) . down^T. gate, up: `[experts, n, k]`; down: `[experts, k, n]`. See
-    /// [`kernels::routing`].
+    /// (activation(x . gate^T) * (x . up^T)) . down^T, or what their biases and another [`Gating`] make of it. gate, up: `[experts, n, k]`; down:
+    /// `[experts, k, n]`. See [`kernels::routing`].
     pub fn experts(&mut self, name: &str, x: TensorId, args: ExpertArgs) -> Result<TensorId, GraphError> {
-        let ExpertArgs { logits, gate, up, down, residual, chosen, weighting, activation } = args;
+        let ExpertArgs { logits, gate, up, down, biases, residual, chosen, weighting, gating } = args;
+        let [gate_bias, up_bias, down_bias] = biases.map_or([None; 3], |biases| biases.map(Some));
+        if biases.is_some() && weighting != Weighting::Chosen {
+            let what = format!("experts with biases count as {weighting:?}, expected {:?}", Weighting::Chosen);
+            return Err(GraphError::Operator { op: name.to_owned(), what });
+        }
         let [rows, k] = self.matrix(name, "x", x)?;
         let [_, n, _] = self.dims_of(name, "gate", gate)?;
         let made = self.intermediate(&format!("{name}.up"), &[rows, chosen, n], DType::F32)?;
         {
-            use kernels::experts_up::slot::{GATE, LOGITS, UP, X, Y};
-            let (activation, weighting) = (activation as u32, weighting as u32);
-            let params = kernels::experts_up::Params { activation, order: 0, eps: 0.0, weighting };
+            use kernels::experts_up::slot::{GATE, GATE_BIAS, LOGITS, UP, UP_BIAS, X, Y};
+            let params = kernels::experts_up::Params { gating, order: 0, eps: 0.0, weighting: weighting as u32 };
             let operands =
                 [(X, x), (LOGITS, logits), (GATE, gate), (UP, up), (Y, made)].map(|(slot, t)| (slot, Some(t)));
-            let columns = Cut::columns(n, &[(GATE, 1), (UP, 1), (Y, 2)]);
+            let operands = [&operands[..], &[(GATE_BIAS, gate_bias), (UP_BIAS, up_bias)]].concat();
+            let columns = Cut::columns(n, &[(GATE, 1), (UP, 1), (Y, 2), (GATE_BIAS, 1), (UP_BIAS, 1)]);
             self.add::<kernels::ExpertsUp>(&format!("{name}.up"), &params, &operands, &[columns])?;
         }
-        use kernels::experts_down::slot::{LOGITS, RESIDUAL, W, X, Y};
+        use kernels::experts_down::slot::{BIAS, LOGITS, RESIDUAL, W, X, Y};
         let y = self.intermediate(&format!("{name}.down"), &[rows, k], DType::F32)?;
         let params = kernels::experts_down::Params { order: 0 };
-        let operands = [(X, Some(made)), (LOGITS, Some(logits)), (W, Some(down)), (RESIDUAL, residual), (Y, Some(y))];
-        let columns = Cut::columns(k, &[(W, 1), (RESIDUAL, 1), (Y, 1)]);
+        let operands = [(X, made), (LOGITS, logits), (W, down), (Y, y)].map(|(slot, t)| (slot, Some(t)));
+        let operands = [&operands[..], &[(RESIDUAL, residual), (BIAS, down_bias)]].concat();
+        let columns = Cut::columns(k, &[(W, 1), (RESIDUAL, 1), (Y, 1), (BIAS, 1)]);
         self.add::<kernels::ExpertsDown>(&format!("{name}.down"), &params, &operands, &[columns])?;
         Ok(y)
     }
@@ -1005,14 +1012,16 @@ pub struct ExpertArgs {
     pub up: TensorId,
     /// `[experts, k, n]`.
     pub down: TensorId,
+    /// Of gate and up, `[experts, n]`, and of down, `[experts, k]`, which needs [`Weighting::Chosen`].
+    pub biases: Option<[TensorId; 3]>,
     /// `[rows, k]`.
     pub residual: Option<TensorId>,
     /// Experts that a row goes to.
     pub chosen: usize,
     /// How much an expert counts.
     pub weighting: Weighting,
-    /// Of the gate.
-    pub activation: Activation,
+    /// What becomes of what gate and up make.
+    pub gating: Gating,
 }
 
 /// What [`KernelGraph::attention`] takes, but for the tensors it attends with.

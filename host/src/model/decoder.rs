@@ -4,14 +4,15 @@
 //! `group` = heads / kv_heads, `head_dim`, `context` (positions of the KV cache), `vocab`.
 
 use super::config::{
-    Activation as ConfigActivation, Architecture, DecoderConfig, DeltaRule, Experts, Mixer, Norms, QkNorm, Rope,
-    SharedExpert, StateSpace,
+    Activation as ConfigActivation, Architecture, DecoderConfig, DeltaRule, Experts, LimitedGate, Mixer, Norms, QkNorm,
+    Rope, SharedExpert, StateSpace,
 };
 use super::embedding;
 use super::error::ModelError;
 use super::factors;
-use super::layout::{DELTA_NORM, DecoderNames, ExpertNames, MlpNames, norm_role};
+use super::layout::{DELTA_NORM, DecoderNames, ExpertNames, MlpNames, SINKS, norm_role};
 use super::quantize::Quantized;
+use super::remade;
 use super::sentence::SentenceConfig;
 use super::weights::Weights;
 use crate::graph::kernel::{
@@ -19,6 +20,7 @@ use crate::graph::kernel::{
     RecurrenceArgs, RopeArgs,
 };
 use crate::graph::tensor::TensorId;
+use perpetua_device::kernels::gated_linear::Gating;
 use perpetua_device::kernels::linear::Activation;
 use perpetua_device::kernels::routing::Weighting;
 use perpetua_shared::DType;
@@ -63,7 +65,7 @@ pub enum Declared<'a> {
     Quantized(&'a Weights, &'a Quantized),
     /// Nowhere: every weight has this type. What a network takes can be planned without having it.
     Assumed(DType),
-    /// Nowhere, either, but some have other types: [`Quantize::dtypes`](super::Quantize::dtypes)'.
+    /// Nowhere, either, but some have other types: [`Quantize::dtypes`](super::Quantize::dtypes)', or those that are [packed](super::layout::packed) in files.
     AssumedBut(DType, &'a HashMap<String, DType>),
 }
 
@@ -80,9 +82,9 @@ impl Declared<'_> {
     /// When the checkpoint has none, or of another shape.
     pub fn dtype(&self, name: &str, shape: &[usize]) -> Result<DType, ModelError> {
         match self {
-            Declared::Checkpoint(weights) => Ok(weights.expect(name, shape)?.dtype),
+            Declared::Checkpoint(weights) => weights.dtype(name, shape),
             Declared::Quantized(weights, kept) => {
-                let stored = weights.expect(name, shape)?.dtype;
+                let stored = weights.dtype(name, shape)?;
                 Ok(kept.dtype(name).unwrap_or(stored))
             }
             Declared::Assumed(dtype) => Ok(*dtype),
@@ -366,7 +368,14 @@ impl<'a> Decoder<'a> {
             (true, None) => Mask::Bidirectional,
             (true, Some(n)) => Mask::Around(n),
         };
-        let args = AttentionArgs { scale, mask, sinks: None };
+        let sinks = match self.config.has_sinks {
+            true => {
+                let sinks = self.weight(&format!("model.layers.{layer}.{SINKS}"), &[n_heads])?;
+                Some(self.graph.reshape(sinks, &[n_kv_heads, group])?)
+            }
+            false => None,
+        };
+        let args = AttentionArgs { scale, mask, sinks };
         let attended = if self.graph.pass == Pass::Batch {
             self.graph.attend_each(&prefix, rope, args, cache_of)?
         } else {
@@ -571,8 +580,8 @@ impl<'a> Decoder<'a> {
         let opens = [intermediate_size, hidden_size];
         let (gate, up, down) =
             (stack(&gate, opens)?, stack(&up, opens)?, stack(&down, [hidden_size, intermediate_size])?);
-        let (weighting, activation) = (Weighting::Sigmoid, self.activation());
-        let args = ExpertArgs { logits, gate, up, down, residual, chosen: 1, weighting, activation };
+        let (weighting, gating) = (Weighting::Sigmoid, Gating::of(self.activation() as u32));
+        let args = ExpertArgs { logits, gate, up, down, biases: None, residual, chosen: 1, weighting, gating };
         Ok(self.graph.experts(&of_layer(names.prefix()), h, args)?)
     }
 
@@ -593,15 +602,12 @@ impl<'a> Decoder<'a> {
         h: TensorId,
         x: Option<TensorId>,
     ) -> Result<TensorId, BuildError> {
-        let Experts { n, chosen, intermediate_size, normalise, .. } = *experts;
+        let Experts { n, chosen, intermediate_size, normalise, limited, .. } = *experts;
         let hidden_size = self.config.hidden_size;
         let names = ExpertNames::of(self.config.architecture);
         let prefix = format!("model.layers.{layer}");
         let router = format!("{prefix}.{}", names.router);
-        let (name, shape) = (format!("{router}.weight"), [n, hidden_size]);
-        let dtype = self.weights.dtype(&name, &shape)?;
-        let w = self.graph.weight(&name, &shape, dtype)?;
-        let logits = self.graph.linear(&router, h, w, None, Activation::None, None)?;
+        let logits = self.linear(&router, h, [n, hidden_size], limited.is_some(), None)?;
         let mut stack = |part: usize, shape: [usize; 2]| -> Result<TensorId, BuildError> {
             let expected = self.weights.dtype(&names.matrix(part, &prefix, 0), &shape)?;
             for name in (1..n).map(|number| names.matrix(part, &prefix, number)) {
@@ -614,9 +620,19 @@ impl<'a> Decoder<'a> {
         };
         let opens = [intermediate_size, hidden_size];
         let (gate, up, down) = (stack(0, opens)?, stack(1, opens)?, stack(2, [hidden_size, intermediate_size])?);
-        let activation = self.activation();
         let weighting = if normalise { Weighting::Chosen } else { Weighting::All };
-        let args = ExpertArgs { logits, gate, up, down, residual: x, chosen, weighting, activation };
+        let (mut gating, mut biases) = (Gating::of(self.activation() as u32), None);
+        if let Some(LimitedGate { limit, alpha }) = limited {
+            gating = Gating { limit: limit as f32, alpha: alpha as f32, ..Gating::default() };
+            let [gates, ups, downs] = remade::BIASES.map(|name| format!("{prefix}.{name}"));
+            let of_opens = [n, intermediate_size];
+            biases = Some([
+                self.weight(&gates, &of_opens)?,
+                self.weight(&ups, &of_opens)?,
+                self.weight(&downs, &[n, hidden_size])?,
+            ]);
+        }
+        let args = ExpertArgs { logits, gate, up, down, biases, residual: x, chosen, weighting, gating };
         Ok(self.graph.experts(&format!("{prefix}.experts"), h, args)?)
     }
 

@@ -2,12 +2,15 @@
 //!
 //! A list, in the order of the forward pass; what each tensor is for decides how `synth` fills it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+
+use perpetua_shared::DType;
 
 use super::config::{
     Architecture, BertConfig, DecoderConfig, DeltaRule, Experts, Mixer, ModelConfig, ModernBertConfig, Norms, QkNorm,
     SharedExpert, StateSpace,
 };
+use super::remade;
 
 /// What a tensor is used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -34,6 +37,12 @@ pub enum Role {
     Filter,
     /// The logarithms of how fast states are forgotten.
     Decay,
+    /// A [`Role::Linear`] in MXFP4, which stays so.
+    Mxfp4,
+    /// In files: its elements, two a byte.
+    Blocks,
+    /// In files: the powers of two that its blocks share, a byte each.
+    BlockScales,
 }
 
 impl Role {
@@ -62,6 +71,16 @@ impl TensorSpec {
     /// Elements.
     pub fn len_elems(&self) -> u64 {
         self.shape.iter().map(|&dim| dim as u64).product()
+    }
+
+    /// Bytes in a file whose floats are of 16 bits.
+    pub(super) fn bytes_in_bf16(&self) -> u64 {
+        self.len_elems() * if self.is_of_bytes() { 1 } else { 2 }
+    }
+
+    /// Whether its elements are bytes.
+    pub(super) fn is_of_bytes(&self) -> bool {
+        matches!(self.role, Role::Blocks | Role::BlockScales)
     }
 }
 
@@ -101,6 +120,9 @@ impl DecoderNames {
     }
 }
 
+/// The sinks of query heads, in a layer.
+pub(crate) const SINKS: &str = "self_attn.sinks";
+
 /// The norm behind linear attention, in a layer.
 pub(crate) const DELTA_NORM: &str = "linear_attn.norm";
 
@@ -123,6 +145,12 @@ pub fn tensors(config: &ModelConfig) -> Vec<TensorSpec> {
         ModelConfig::Bert(config) => bert(config),
         ModelConfig::ModernBert(config) => modern_bert(config),
     }
+}
+
+/// The types of the tensors that a network of this configuration reads in fewer bits, since files have them so.
+pub fn packed(config: &ModelConfig) -> HashMap<String, DType> {
+    let packed = tensors(config).into_iter().filter(|spec| spec.role == Role::Mxfp4);
+    packed.map(|spec| (spec.name, DType::Mx4)).collect()
 }
 
 /// Whether `name` is a tensor that published checkpoints have and a network of this configuration has no use for. A tensor
@@ -271,8 +299,9 @@ pub(super) fn stacks(config: &ModelConfig) -> Vec<Stack> {
     (0..c.n_layers).filter(|layer| experts.layers[*layer]).flat_map(of_layer).collect()
 }
 
-/// [`tensors`], as files have them: stacks in the place of their parts.
+/// [`tensors`], as files have them: stacks in the place of their parts, and behind all others what tensors are [made](remade) of.
 pub(super) fn tensors_of_files(config: &ModelConfig) -> Vec<TensorSpec> {
+    let made: HashSet<String> = remade::of(config).into_iter().map(|remade| remade.name).collect();
     let stacks = stacks(config);
     let mut stack_of: HashMap<&str, &Stack> = HashMap::new();
     stacks.iter().for_each(|stack| stack_of.extend(stack.parts.iter().map(|part| (part.as_str(), stack))));
@@ -283,7 +312,8 @@ pub(super) fn tensors_of_files(config: &ModelConfig) -> Vec<TensorSpec> {
         }
         Some(_) => None,
     };
-    tensors(config).into_iter().filter_map(in_file).collect()
+    let others = tensors(config).into_iter().filter(|spec| !made.contains(&spec.name)).filter_map(in_file);
+    others.chain(remade::files(config)).collect()
 }
 
 impl ExpertNames {
@@ -296,6 +326,7 @@ impl ExpertNames {
                 let stacks = ["block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"];
                 ("block_sparse_moe.router.layer", "block_sparse_moe.experts", usual, Some(stacks))
             }
+            Architecture::GptOss => ("mlp.router", "mlp.experts", usual, None),
             Architecture::Qwen35Moe => {
                 ("mlp.gate", "mlp.experts", usual, Some(["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]))
             }
@@ -353,16 +384,28 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
                 add(format!("{layer}.{part}.bias"), vec![out], Role::Bias);
             }
         }
-        if let Some(Experts { n, intermediate_size, shared, .. }) = experts {
+        if c.has_sinks {
+            add(format!("{layer}.{SINKS}"), vec![c.n_heads], Role::Bias);
+        }
+        if let Some(Experts { n, intermediate_size, shared, limited, is_mxfp4, .. }) = experts {
             let names = ExpertNames::of(c.architecture);
             add(format!("{layer}.{}.weight", names.router), vec![*n, c.hidden_size], Role::Router);
+            if limited.is_some() {
+                add(format!("{layer}.{}.bias", names.router), vec![*n], Role::Bias);
+                for (bias, of) in
+                    remade::BIASES.into_iter().zip([*intermediate_size, *intermediate_size, c.hidden_size])
+                {
+                    add(format!("{layer}.{bias}"), vec![*n, of], Role::Bias);
+                }
+            }
             if shared.is_some_and(|SharedExpert { is_weighed, .. }| is_weighed) {
                 add(format!("{layer}.{}.weight", MlpNames::WEIGHED_BY), vec![1, c.hidden_size], Role::Router);
             }
             let (up, down) = (vec![*intermediate_size, c.hidden_size], vec![c.hidden_size, *intermediate_size]);
             for number in 0..*n {
                 for (part, shape) in [&up, &up, &down].into_iter().enumerate() {
-                    add(names.matrix(part, &layer, number), shape.clone(), Role::Linear);
+                    let role = if *is_mxfp4 { Role::Mxfp4 } else { Role::Linear };
+                    add(names.matrix(part, &layer, number), shape.clone(), role);
                 }
             }
         }

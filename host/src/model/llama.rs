@@ -2,6 +2,7 @@
 //!
 //! - Llama 2 to 3.2: plain grouped-query attention; Llama 3's frequency scaling is part of the rotary table. SmolLM3, too: layers that do
 //!   not turn queries and keys have a table of zeros.
+//! - gpt-oss: experts with biases, whose gates and ups are limited; heads with sinks; a window in every second layer.
 //! - Mistral, Ministral and, with experts, Mixtral: over the last positions alone where there is a window.
 //! - Qwen2 and Qwen2.5, and Seed-OSS: biases on q, k and v. Qwen2 MoE: experts, and an MLP that all rows go to, by a weight of its own.
 //! - Granite, with one MLP a layer or with experts: its numbers are in the configuration's (what scores and embeddings are multiplied with, the

@@ -10,12 +10,14 @@
 //! - Opening is cheap: tokenizer, chat template and weights are read when first asked for, once, and weights are mapped, not copied. (A head that is said to be the
 //!   embedding table is compared with it, where the files have both.)
 
+mod aligned;
 mod declared;
 mod embedding;
 mod error;
 mod factors;
 mod json;
 mod python;
+mod remade;
 
 pub mod bert;
 pub mod chat;
@@ -225,10 +227,11 @@ impl ModelFolder {
             }
             weights.take_apart(&stack.name, &stack.shape, &stack.parts, &stack.part_shape)?;
         }
+        weights.remake(remade::of(&self.config))?;
         Ok(self.weights.get_or_init(|| weights))
     }
 
-    /// The bytes of tensor `name` as the network reads them: as they are in the checkpoint, but for factors of norms that it has less one, which
+    /// The bytes of tensor `name` as the network reads them: as they are in the checkpoint, but for what is [made](Weights::make_all) of it, factors of norms that it has less one, which
     /// are in f32 and one more, and for those of a norm whose factors take part in dividing logits, in f32, too.
     pub fn tensor_bytes(&self, name: &str) -> Option<&[u8]> {
         let weights = self.weights().ok()?;
@@ -396,7 +399,7 @@ mod tests {
 
     #[test]
     fn fixtures_open() {
-        for name in ["tiny-qwen3", "tiny-llama", "tiny-qwen2"] {
+        for name in ["tiny-qwen3", "tiny-llama", "tiny-qwen2", "tiny-gpt-oss", "tiny-gpt-oss-bf16"] {
             let folder = ModelFolder::open(fixture(name)).expect(name);
             assert_eq!(folder.generation().eos_token_ids, [2]);
             assert_eq!(folder.max_tokens(), folder.config().max_position_embeddings());
@@ -407,6 +410,41 @@ mod tests {
             let ids = folder.encode_chat(&[ChatMessage::new("user", "Hi")]).expect(name);
             assert_eq!((ids[0], folder.decoder().is_ok(), folder.sentence_model().is_err()), (1, true, true));
         }
+    }
+
+    /// gpt-oss's experts: made when they are asked for or all at once, the same; and files that are not as the configuration says.
+    #[test]
+    fn experts_are_made_of_what_files_have() {
+        for name in ["tiny-gpt-oss", "tiny-gpt-oss-bf16"] {
+            let [lazy, at_once] = [(); 2].map(|()| ModelFolder::open(fixture(name)).expect(name));
+            let [lazy, at_once] = [&lazy, &at_once].map(|folder| folder.weights().expect(name));
+            let (unmade, mut made) = (at_once.unmade_bytes(), 0);
+            at_once.make_all(&mut |bytes| made += bytes).expect(name);
+            assert!(unmade > 0 && made == unmade && at_once.unmade_bytes() == 0, "{name}: {made} of {unmade} bytes");
+            for tensor in lazy.names().filter(|tensor| tensor.contains("experts")) {
+                let [one, other] = [lazy, at_once].map(|weights| weights.get(tensor).expect(tensor));
+                assert!((one.dtype, one.shape, one.bytes) == (other.dtype, other.shape, other.bytes), "{tensor}");
+            }
+            assert_eq!(lazy.unmade_bytes(), 0);
+        }
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let said = |name: &str, change: serde_json::Value| {
+            let mut config = json::read_value(&fixture(name).join("config.json")).expect("JSON");
+            config.as_object_mut().expect("keys").extend(change.as_object().expect("keys").clone());
+            fs::write(dir.path().join("config.json"), config.to_string()).expect("a file");
+            let weights = fixture(name).join("model.safetensors");
+            fs::copy(weights, dir.path().join("model.safetensors")).expect("a copy");
+            ModelFolder::open(dir.path()).expect("a folder").weights().expect_err("refused").to_string()
+        };
+        let first = "model.layers.0.mlp.experts.gate_up_proj";
+        let message = said("tiny-gpt-oss", json!({ "quantization_config": null }));
+        assert!(message.contains(&format!("{first}: no such tensor")), "{message}");
+        for n in [4, 7] {
+            let message = said("tiny-gpt-oss", json!({ "num_local_experts": n }));
+            assert_eq!(message, format!("{first}_blocks: shape [6, 192, 5, 16], expected [{n}, 192, 5, 16]"));
+        }
+        let message = said("tiny-gpt-oss-bf16", json!({ "intermediate_size": 60 }));
+        assert_eq!(message, format!("{first}: shape [5, 100, 112], expected [5, 100, 120]"));
     }
 
     #[test]

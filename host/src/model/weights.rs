@@ -15,14 +15,18 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use memmap2::Mmap;
 use perpetua_shared::DType;
 use safetensors::tensor::{Dtype as FileDtype, Metadata, SafeTensorError, SafeTensors};
 use serde::de::{Deserializer as _, IgnoredAny, MapAccess, Visitor};
 
+use super::aligned::AlignedBytes;
 use super::error::{ModelError, shape_text};
 use super::json::{Fields, read_value};
+use super::remade::{Part, Remade};
+use crate::parallel::side_by_side;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -34,6 +38,18 @@ pub struct Weights {
     source: PathBuf,
     shards: Vec<Shard>,
     tensors: BTreeMap<String, Location>,
+    /// Tensors that are made of others.
+    made: BTreeMap<String, Made>,
+    /// What they are made of.
+    sources: BTreeMap<String, Location>,
+}
+
+/// A tensor that is [made](Remade) when it is first wanted.
+#[derive(Debug)]
+struct Made {
+    remade: Remade,
+    dtype: DType,
+    bytes: OnceLock<AlignedBytes>,
 }
 
 #[derive(Debug)]
@@ -85,16 +101,22 @@ impl Weights {
             if !exists(&single)? {
                 return Err(no_weights(dir));
             }
-            let mut weights = Weights { source: single.clone(), shards: Vec::new(), tensors: BTreeMap::new() };
+            let mut weights = Weights::of(single.clone());
             weights.add_shard(&single, "")?;
             return Ok(weights);
         }
         Weights::open_index(dir, &index)
     }
 
+    /// Those of a file, as yet none.
+    fn of(source: PathBuf) -> Weights {
+        let (tensors, made, sources) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+        Weights { source, shards: Vec::new(), tensors, made, sources }
+    }
+
     /// Opens one safetensors file of any name.
     pub fn open_file(path: &Path) -> Result<Weights, ModelError> {
-        let mut weights = Weights { source: path.to_owned(), shards: Vec::new(), tensors: BTreeMap::new() };
+        let mut weights = Weights::of(path.to_owned());
         weights.add_shard(path, "")?;
         Ok(weights)
     }
@@ -135,6 +157,95 @@ impl Weights {
         Ok(())
     }
 
+    /// Puts tensors that are made in the place of those that they are made of, which must be there, with the shapes and types for it.
+    pub(super) fn remake(&mut self, all: Vec<Remade>) -> Result<(), ModelError> {
+        for remade in all {
+            let mut dtypes = Vec::new();
+            for source in remade.sources() {
+                let Some(location) = self.source(source) else {
+                    return Err(ModelError::TensorAbsent { name: source.to_owned(), path: self.source.clone() });
+                };
+                let (given, expected) = (&location.shape, remade.source_shape(source));
+                if *given != expected {
+                    let given = given.clone();
+                    return Err(ModelError::TensorShape { name: source.to_owned(), given, expected });
+                }
+                let dtype = known_dtype(location.dtype).filter(|dtype| remade.takes(*dtype));
+                dtypes.push(dtype.ok_or_else(|| ModelError::TensorDtype {
+                    name: source.to_owned(),
+                    given: format!("{:?}", location.dtype).to_lowercase(),
+                })?);
+            }
+            let (name, dtype) = (remade.name.clone(), remade.dtype(dtypes[0]));
+            for source in remade.sources() {
+                let key = self.entry(source).map(|(key, _)| key.clone());
+                if let Some(location) = key.and_then(|key| self.tensors.remove(&key)) {
+                    self.sources.insert(source.to_owned(), location);
+                }
+            }
+            if self.tensors.contains_key(&name) {
+                let path = self.source.clone();
+                return Err(ModelError::checkpoint(&path, format!("holds {name}, which is made of others, too")));
+            }
+            self.made.insert(name, Made { remade, dtype, bytes: OnceLock::new() });
+        }
+        Ok(())
+    }
+
+    /// Where `name`, of which others are made, is.
+    fn source(&self, name: &str) -> Option<&Location> {
+        self.sources.get(name).or_else(|| self.locate(name))
+    }
+
+    /// Makes tensor `made`.
+    fn make(&self, made: &Made) -> Result<AlignedBytes, ModelError> {
+        let part = |name: &str| -> Option<Part<'_>> {
+            let Location { shard, dtype, shape, begin, end } = self.sources.get(name)?;
+            Some(Part { dtype: known_dtype(*dtype)?, shape, bytes: &self.shards[*shard].bytes[*begin..*end] })
+        };
+        let parts: Option<Vec<Part<'_>>> = made.remade.sources().into_iter().map(part).collect();
+        made.remade.make(&parts.expect("`remake` has seen what it is made of"))
+    }
+
+    /// Tensor `name`, if it is one that is made, and not kept: its bytes, and their type.
+    ///
+    /// # Errors
+    /// Another shape; no memory.
+    pub(super) fn made(&self, name: &str, shape: &[usize]) -> Result<Option<(AlignedBytes, DType)>, ModelError> {
+        let Some(made) = self.made.get(name) else { return Ok(None) };
+        self.dtype(name, shape)?;
+        Ok(Some((self.make(made)?, made.dtype)))
+    }
+
+    /// Bytes of the tensors that are made, and have not been.
+    pub fn unmade_bytes(&self) -> u64 {
+        let unmade = self.made.values().filter(|made| made.bytes.get().is_none());
+        unmade.map(|made| made.dtype.tensor_bytes(&made.remade.shape)).sum()
+    }
+
+    /// Makes what is made of other tensors, and has not been, on all cores; `progress` is called with the bytes of some at a time.
+    ///
+    /// # Errors
+    /// No memory; what is not a number.
+    pub fn make_all(&self, progress: &mut dyn FnMut(u64)) -> Result<(), ModelError> {
+        const TOGETHER: usize = 64;
+        let unmade: Vec<&Made> = self.made.values().filter(|made| made.bytes.get().is_none()).collect();
+        for some in unmade.chunks(TOGETHER) {
+            let outcomes = side_by_side(some.to_vec(), 1, |_, made| {
+                let bytes = self.make(made)?;
+                let len = bytes.len() as u64;
+                // If another thread was faster, its bytes are the same.
+                let _ = made.bytes.set(bytes);
+                Ok::<u64, ModelError>(len)
+            });
+            for outcome in outcomes {
+                progress(outcome?);
+            }
+            self.release_all();
+        }
+        Ok(())
+    }
+
     fn open_index(dir: &Path, index: &Path) -> Result<Weights, ModelError> {
         let value = read_value(index)?;
         let fields = Fields::new(index, &value)?;
@@ -154,7 +265,7 @@ impl Weights {
             return Err(fields.wrong("weight_map", "at least one tensor"));
         }
 
-        let mut weights = Weights { source: index.to_owned(), shards: Vec::new(), tensors: BTreeMap::new() };
+        let mut weights = Weights::of(index.to_owned());
         for (file, tensors) in by_shard {
             let path = dir.join(file);
             if !exists(&path)? {
@@ -203,38 +314,47 @@ impl Weights {
         Ok(())
     }
 
-    /// Names of all tensors, in order.
+    /// Names of all tensors, in order: of those that files have, then of those that are made.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.tensors.keys().map(String::as_str)
+        self.tensors.keys().chain(self.made.keys()).map(String::as_str)
     }
 
     /// Number of tensors.
     pub fn len(&self) -> usize {
-        self.tensors.len()
+        self.tensors.len() + self.made.len()
     }
 
     /// Whether there is no tensor at all.
     pub fn is_empty(&self) -> bool {
-        self.tensors.is_empty()
+        self.len() == 0
     }
 
     /// Bytes of all tensors.
     pub fn size_bytes(&self) -> usize {
-        self.tensors.values().map(|l| l.end - l.begin).sum()
+        let made = self.made.values().map(|made| made.dtype.tensor_bytes(&made.remade.shape) as usize);
+        self.tensors.values().map(|l| l.end - l.begin).chain(made).sum()
     }
 
     /// Whether there is a tensor of this name.
     pub fn contains(&self, name: &str) -> bool {
-        self.locate(name).is_some()
+        self.made.contains_key(name) || self.locate(name).is_some()
     }
 
-    /// What the files call the tensor of this name, if there is one.
+    /// What the files, or what is made of theirs, call the tensor of this name, if there is one.
     pub fn name_in_file(&self, name: &str) -> Option<&str> {
-        self.entry(name).map(|(name, _)| name.as_str())
+        let made = self.made.get_key_value(name).map(|(name, _)| name.as_str());
+        made.or_else(|| self.entry(name).map(|(name, _)| name.as_str()))
     }
 
-    /// The tensor of this name, if there is one and its dtype is one of [`DType`].
+    /// The tensor of this name, if there is one and its dtype is one of [`DType`]. One that is made of others is made now, if it has not been; none where there
+    /// is no memory for it.
     pub fn get(&self, name: &str) -> Option<TensorView<'_>> {
+        if let Some(made) = self.made.get(name) {
+            if made.bytes.get().is_none() {
+                let _ = made.bytes.set(self.make(made).ok()?);
+            }
+            return Some(TensorView { dtype: made.dtype, shape: &made.remade.shape, bytes: made.bytes.get()? });
+        }
         let location = self.locate(name)?;
         Some(TensorView {
             dtype: known_dtype(location.dtype)?,
@@ -243,24 +363,35 @@ impl Weights {
         })
     }
 
-    /// The tensor of this name, which must be there, have this shape, and be bf16, f16 or f32.
-    pub fn expect(&self, name: &str, shape: &[usize]) -> Result<TensorView<'_>, ModelError> {
-        let Some(location) = self.locate(name) else {
-            return Err(ModelError::TensorAbsent { name: name.to_owned(), path: self.source.clone() });
+    /// The type of the tensor of this name, which must be there, have this shape, and be bf16, f16 or f32, or made in fewer bits.
+    pub fn dtype(&self, name: &str, shape: &[usize]) -> Result<DType, ModelError> {
+        let (given, dtype, said) = match (self.made.get(name), self.locate(name)) {
+            (Some(made), _) => (&made.remade.shape, Some(made.dtype), String::new()),
+            (None, Some(location)) => {
+                let dtype = known_dtype(location.dtype).filter(|dtype| dtype.is_float());
+                (&location.shape, dtype, format!("{:?}", location.dtype).to_lowercase())
+            }
+            (None, None) => {
+                return Err(ModelError::TensorAbsent { name: name.to_owned(), path: self.source.clone() });
+            }
         };
-        if location.shape != shape {
-            return Err(ModelError::TensorShape {
-                name: name.to_owned(),
-                given: location.shape.clone(),
-                expected: shape.to_owned(),
-            });
+        if given != shape {
+            let (given, expected) = (given.clone(), shape.to_owned());
+            return Err(ModelError::TensorShape { name: name.to_owned(), given, expected });
         }
-        match self.get(name) {
-            Some(view) if matches!(view.dtype, DType::F32 | DType::Bf16 | DType::F16) => Ok(view),
-            _ => Err(ModelError::TensorDtype {
+        dtype.ok_or_else(|| ModelError::TensorDtype { name: name.to_owned(), given: said })
+    }
+
+    /// The tensor of this name, as [`Weights::dtype`] wants it.
+    pub fn expect(&self, name: &str, shape: &[usize]) -> Result<TensorView<'_>, ModelError> {
+        self.dtype(name, shape)?;
+        match (self.get(name), self.made.get(name)) {
+            (Some(view), _) => Ok(view),
+            (None, Some(made)) => Err(self.make(made).err().unwrap_or_else(|| ModelError::NoMemory {
                 name: name.to_owned(),
-                given: format!("{:?}", location.dtype).to_lowercase(),
-            }),
+                bytes: made.dtype.tensor_bytes(&made.remade.shape),
+            })),
+            (None, None) => unreachable!("it has a type"),
         }
     }
 

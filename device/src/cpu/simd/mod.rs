@@ -22,7 +22,7 @@ mod vecmath;
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx512::{Avx512 as Vectors, BrainRow, Pairs, STEP, Widened, brains};
-pub(crate) use vecmath::{activate, exp, gated};
+pub(crate) use vecmath::{activate, exp, gate_by, gated};
 
 use core::marker::PhantomData;
 use perpetua_shared::dtype::{self, Lines};

@@ -1,6 +1,7 @@
 //! Functions of vectors: exp, and the activations made of it.
 
 use super::{Simd, round};
+use crate::kernels::gated_linear::Gating;
 use crate::kernels::linear::Activation;
 
 /// e^x to within 2 ulp; 0 below -104, infinity above 88.73, NaN of NaN.
@@ -51,6 +52,22 @@ unsafe fn erf<S: Simd>(x: S::F) -> S::F {
 pub(crate) unsafe fn gated<S: Simd>(x: S::F, u: S::F) -> S::F {
     // SAFETY: arithmetic only.
     unsafe { S::div(x, S::add(S::splat(1.0), exp::<S>(S::sub(S::splat(0.0), u)))) }
+}
+
+/// `Gating::apply` of every lane.
+#[inline(always)]
+pub(crate) unsafe fn gate_by<S: Simd>(gating: Gating, g: S::F, u: S::F) -> S::F {
+    let Gating { activation, limit, alpha } = gating;
+    // SAFETY: arithmetic only.
+    unsafe {
+        if limit == 0.0 {
+            return S::mul(activate::<S>(Activation::from_u32(activation).unwrap_or(Activation::None), g), u);
+        }
+        // NaN stays, being the second.
+        let g = S::min(S::splat(limit), g);
+        let u = S::min(S::splat(limit), S::max(S::splat(-limit), u));
+        S::mul(gated::<S>(g, S::mul(S::splat(alpha), g)), S::add(u, S::splat(1.0)))
+    }
 }
 
 /// `Activation::apply` of every lane.

@@ -314,8 +314,8 @@ struct Asked<F: Afar> {
     up: [F::Fetched; 4],
 }
 
-/// Calls `finish(slot, column, sums)`, on one lane, for each of the `chosen` experts that were `found` and every row, a column, of its two matrices, of
-/// which the sums are the products with the row that has been [made](make).
+/// Calls `finish(slot, column, sums, ask(slot, column))`, on one lane, for each of the `chosen` experts that were `found` and every row, a column, of its
+/// two matrices, of which the sums are the products with the row that has been [made](make).
 ///
 /// # Safety
 /// Every thread of the block makes this same call; operands `gate` and `up` are of [this form](form_of), one as large as the other.
@@ -324,7 +324,8 @@ pub(crate) unsafe fn pairs<F: Afar>(
     [gate, up]: [usize; 2],
     (found, chosen): (Found, u32),
     block: &Block,
-    finish: impl Fn(u32, u32, [f32; 2]),
+    ask: impl Fn(u32, u32) -> [f32; 2],
+    finish: impl Fn(u32, u32, [f32; 2], [f32; 2]),
 ) {
     // SAFETY: the caller's promises; conditions around what a warp does together are the warp's.
     unsafe {
@@ -341,7 +342,12 @@ pub(crate) unsafe fn pairs<F: Afar>(
             return;
         }
         let (mut rows, mut first, mut sums) = (rows_of(at), 0, [[0.0; 4]; 2]);
-        let mut asked = ask::<F>(rows, block.lane(), units);
+        let mut asked = ask_units::<F>(rows, block.lane(), units);
+        let early_of = |at: u32| {
+            let [slot, column] = columns.split(at);
+            ask(slot, column)
+        };
+        let mut early = early_of(at);
         loop {
             let is_last = first + F::AT_ONCE * WARP >= units;
             let next_first = if is_last { 0 } else { first + F::AT_ONCE * WARP };
@@ -352,7 +358,7 @@ pub(crate) unsafe fn pairs<F: Afar>(
                 if is_last {
                     rows = rows_of(next_at);
                 }
-                next = ask::<F>(rows, next_first + block.lane(), units);
+                next = ask_units::<F>(rows, next_first + block.lane(), units);
             }
             each_of_four!(i => if i < F::AT_ONCE {
                 let unit = first + i * WARP + block.lane();
@@ -367,9 +373,12 @@ pub(crate) unsafe fn pairs<F: Afar>(
                 let totals = [total(sums[0]), total(sums[1])];
                 if block.lane() == 0 {
                     let [slot, column] = columns.split(at);
-                    finish(slot, column, totals);
+                    finish(slot, column, totals, early);
                 }
                 sums = [[0.0; 4]; 2];
+                if has_more {
+                    early = early_of(next_at);
+                }
             }
             if !has_more {
                 return;
@@ -383,7 +392,7 @@ pub(crate) unsafe fn pairs<F: Afar>(
 ///
 /// # Safety
 /// As [`Afar::fetch`].
-unsafe fn ask<F: Afar>([gate, up]: [Row; 2], first: u32, units: u32) -> Asked<F> {
+unsafe fn ask_units<F: Afar>([gate, up]: [Row; 2], first: u32, units: u32) -> Asked<F> {
     let place = |i: u32| if first + i * WARP < units { first + i * WARP } else { 0 };
     // SAFETY: the caller's promise.
     unsafe {
@@ -487,8 +496,8 @@ pub(crate) unsafe fn parts<P: Numbered>(
     [x, w]: [usize; 2],
     (r, found, chosen): (u32, Found, u32),
     block: &Block,
-    ask: impl Fn(u32) -> u32,
-    finish: impl Fn(u32, f32, u32),
+    ask: impl Fn(u32) -> (u32, f32),
+    finish: impl Fn(u32, f32, (u32, f32)),
 ) {
     // SAFETY: the caller's promises; a group's numbers are a thread's each, read behind one barrier and written anew behind another; a column's sum is
     // one lane's.
@@ -515,7 +524,7 @@ pub(crate) unsafe fn parts<P: Numbered>(
             block.sync();
             let mut column = block.warp();
             let (mut first, mut sums) = (from, [0.0; 4]);
-            let mut early = if column < n { ask(column) } else { 0 };
+            let mut early = if column < n { ask(column) } else { (0, 0.0) };
             let mut asked = if column < n {
                 slots.ask::<P>(column, from + block.lane(), end)
             } else {

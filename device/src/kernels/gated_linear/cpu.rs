@@ -6,19 +6,20 @@ use super::*;
 use crate::cpu::gemm::{self, Supply, Weights};
 use crate::cpu::outer::{self, Products};
 use crate::cpu::rows::{self, Row};
-use crate::cpu::simd::{Body, Leaf, Level, Simd, activate};
+use crate::cpu::simd::{Body, Leaf, Level, Simd, gate_by};
 use crate::io::Tensor;
 use core::marker::PhantomData;
 
-pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
+/// With `gating` in the place of the parameters' activation.
+pub(in crate::kernels) fn run(p: &Params, gating: Gating, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
     let [x, gate, up, gate_bias, up_bias, y] = core::array::from_fn(|i| call.tensor(i));
     if gate.dtype() != up.dtype() {
         // No checkpoint mixes them; one tile cannot.
-        return GatedLinear::reference(p, call);
+        reference(p, gating, call);
+        return Ok(());
     }
-    let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
     let by = By::of(p.order, &x, &gate, scratch);
-    scratch.isa.run(Gated { rows: call.rows(slot::X), x, gate, up, gate_bias, up_bias, y, activation, by, scratch });
+    scratch.isa.run(Gated { rows: call.rows(slot::X), x, gate, up, gate_bias, up_bias, y, gating, by, scratch });
     Ok(())
 }
 
@@ -30,7 +31,7 @@ struct Gated<'a> {
     gate_bias: Tensor,
     up_bias: Tensor,
     y: Tensor,
-    activation: Activation,
+    gating: Gating,
     by: By,
     scratch: &'a mut Scratch,
 }
@@ -95,25 +96,25 @@ impl Gated<'_> {
     ) {
         let gate_bias = self.gate_bias.is_present().then(|| Row::of(&self.gate_bias, [column], n));
         let up_bias = self.up_bias.is_present().then(|| Row::of(&self.up_bias, [column], n));
-        let activation = self.activation;
+        let gating = self.gating;
         for m in 0..rows {
             let y = Row::of(&self.y, [first + m, column], n);
             // SAFETY: a row of `n` sums each; the level exists (caller).
             unsafe {
                 let (gates, ups) = (gates.add(m * stride), ups.add(m * stride));
-                S::call(Finish::<S> { gates, ups, gate_bias, up_bias, activation, y, set: PhantomData });
+                S::call(Finish::<S> { gates, ups, gate_bias, up_bias, gating, y, set: PhantomData });
             }
         }
     }
 }
 
-/// y = act(gate sums + bias) * (up sums + bias); all of one length.
+/// y = what [`Gating`] makes of gate sums + bias and up sums + bias; all of one length.
 struct Finish<S> {
     gates: *const f32,
     ups: *const f32,
     gate_bias: Option<Row>,
     up_bias: Option<Row>,
-    activation: Activation,
+    gating: Gating,
     y: Row,
     set: PhantomData<S>,
 }
@@ -136,7 +137,7 @@ impl<S: Simd> Leaf for Finish<S> {
                 if let Some(bias) = self.up_bias {
                     up = S::add(up, bias.load::<S>(i, n));
                 }
-                self.y.store::<S>(i, n, S::mul(activate::<S>(self.activation, gate), up));
+                self.y.store::<S>(i, n, gate_by::<S>(self.gating, gate, up));
             }
             i += n;
         }

@@ -7,7 +7,7 @@ use super::linear::{Activation, Order};
 use super::*;
 
 #[cfg(not(target_arch = "nvptx64"))]
-mod cpu;
+pub(super) mod cpu;
 mod gpu;
 
 /// See the module head.
@@ -26,6 +26,53 @@ pub struct Params {
     pub order: u32,
     /// 1: the norm's weights are in x, and `norm` is sums of squares.
     pub is_weighted: u32,
+}
+
+/// What is made of the sums g and u of a column's two products: act(g) * u; or, with a `limit`, g' * sigmoid(alpha * g') * (u' + 1), where g' is no
+/// more than the limit and u' no further from 0, as gpt-oss's experts have it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct Gating {
+    /// An [`Activation`]; without a limit.
+    pub activation: u32,
+    /// 0: none.
+    pub limit: f32,
+    /// With a limit.
+    pub alpha: f32,
+}
+
+impl Gating {
+    /// By this activation alone.
+    pub const fn of(activation: u32) -> Gating {
+        Gating { activation, limit: 0.0, alpha: 0.0 }
+    }
+
+    /// Judges a parameter.
+    #[cfg(not(target_arch = "nvptx64"))]
+    pub(super) fn check(&self) -> Result<(), Violation> {
+        let Gating { activation, limit, alpha } = *self;
+        match Activation::from_u32(activation) {
+            None => Err(format!("activation {activation} is unknown")),
+            Some(activation) if limit != 0.0 && activation != Activation::None => {
+                Err(format!("activation {activation:?} with a limit, expected none"))
+            }
+            Some(_) if !(0.0..f32::INFINITY).contains(&limit) || !alpha.is_finite() => {
+                Err(format!("a limit of {limit} with alpha {alpha}, expected finite numbers, the limit not below 0"))
+            }
+            Some(_) => Ok(()),
+        }
+    }
+
+    /// The function itself.
+    #[cfg(not(target_arch = "nvptx64"))]
+    pub fn apply(self, g: f32, u: f32) -> f32 {
+        let Gating { activation, limit, alpha } = self;
+        if limit == 0.0 {
+            return Activation::from_u32(activation).unwrap_or(Activation::None).apply(g) * u;
+        }
+        let (g, u) = (if g > limit { limit } else { g }, u.clamp(-limit, limit));
+        g / (1.0 + (-alpha * g).exp()) * (u + 1.0)
+    }
 }
 
 slots! {
@@ -54,9 +101,7 @@ impl MacroKernel for GatedLinear {
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
         let [x, gate, up, gate_bias, up_bias, y, norm] = io else { unreachable!("slots were counted") };
-        if Activation::from_u32(p.activation).is_none() {
-            return Err(format!("activation {} is unknown", p.activation));
-        }
+        Gating::of(p.activation).check()?;
         if Order::from_u32(p.order).is_none() {
             return Err(format!("order of summation {} is unknown", p.order));
         }
@@ -92,18 +137,7 @@ impl MacroKernel for GatedLinear {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
-        let [x, gate, up, gate_bias, up_bias, y, norm] = core::array::from_fn(|i| call.tensor(i));
-        let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
-        let dot = |x: &[f32], w: &crate::io::Tensor, bias: &crate::io::Tensor, n: usize| {
-            let sum: f32 = x.iter().enumerate().map(|(k, x)| x * w.get([n, k])).sum();
-            if bias.is_present() { sum + bias.get([n]) } else { sum }
-        };
-        for r in 0..call.rows(slot::X) {
-            let x = rms_norm::row(&x, r, &norm, p.eps, p.is_weighted != 0);
-            for n in 0..gate.extent(0) {
-                y.set([r, n], activation.apply(dot(&x, &gate, &gate_bias, n)) * dot(&x, &up, &up_bias, n));
-            }
-        }
+        reference(p, Gating::of(p.activation), call);
         Ok(())
     }
 
@@ -112,7 +146,7 @@ impl MacroKernel for GatedLinear {
         if call.tensor(slot::NORM).is_present() {
             return Self::reference(p, call);
         }
-        cpu::run(p, call, scratch)
+        cpu::run(p, Gating::of(p.activation), call, scratch)
     }
 
     const THIN: bool = true;
@@ -126,5 +160,21 @@ impl MacroKernel for GatedLinear {
     ) -> Result<(), Fault> {
         // SAFETY: the caller's promise.
         unsafe { gpu::run(p, call, block, ready) }
+    }
+}
+
+/// The reference, with `gating` in the place of the parameters' activation.
+#[cfg(not(target_arch = "nvptx64"))]
+fn reference(p: &Params, gating: Gating, call: &Call<'_>) {
+    let [x, gate, up, gate_bias, up_bias, y, norm] = core::array::from_fn(|i| call.tensor(i));
+    let dot = |x: &[f32], w: &crate::io::Tensor, bias: &crate::io::Tensor, n: usize| {
+        let sum: f32 = x.iter().enumerate().map(|(k, x)| x * w.get([n, k])).sum();
+        if bias.is_present() { sum + bias.get([n]) } else { sum }
+    };
+    for r in 0..call.rows(slot::X) {
+        let x = rms_norm::row(&x, r, &norm, p.eps, p.is_weighted != 0);
+        for n in 0..gate.extent(0) {
+            y.set([r, n], gating.apply(dot(&x, &gate, &gate_bias, n), dot(&x, &up, &up_bias, n)));
+        }
     }
 }

@@ -11,10 +11,11 @@
 use super::*;
 use crate::arch::{bulk, each_of_four, memory, shared};
 use crate::block::FREE_SHARED;
-use crate::gpu::math::{activate, activate_fours};
+use crate::gpu::math::{gate, gate_fours};
 use crate::gpu::rows::{Vector, one_dot, two_dots};
 use crate::gpu::warpgroup::{self, COLUMNS, Matrices, Place, ROWS, Rows, within};
 use crate::gpu::{BF16, Call, Tensor};
+use core::hint::cold_path;
 use perpetua_shared::Technique;
 
 /// Of an expert's rows: row and slot, the slot in the lowest bits; bytes from x's start; how much the slot counts.
@@ -77,7 +78,7 @@ pub(super) unsafe fn run(p: &Params, call: &Call<'_>, block: &Block) {
                     ask(call, block, next.expert, work.place(next).n0);
                 }
                 let matrices = Routed { call, expert: unit.expert };
-                warpgroup::multiply_part::<2>(matrices, block, &place, &Outputs { call, p });
+                warpgroup::multiply_part::<2>(matrices, block, &place, &Outputs { call, p, expert: unit.expert });
             } else {
                 plain(call, block, p, unit.expert, &place, work.columns);
                 block.sync();
@@ -375,6 +376,16 @@ impl Matrices<2> for Routed<'_> {
 struct Outputs<'a> {
     call: &'a Call<'a>,
     p: &'a Params,
+    expert: u32,
+}
+
+/// The bias of column `n` of expert `expert`, operand `operand`; 0 where there are none.
+unsafe fn bias_of(call: &Call<'_>, operand: usize, [expert, n]: [u32; 2]) -> f32 {
+    // SAFETY: the operands are the slots', the column is there (caller).
+    unsafe {
+        let bias = call.tensor(operand);
+        if bias.is_present() { bias.get([expert, n]) } else { 0.0 }
+    }
 }
 
 impl warpgroup::Finish<2> for Outputs<'_> {
@@ -389,16 +400,24 @@ impl warpgroup::Finish<2> for Outputs<'_> {
         unsafe {
             let (y, is_pair) = (self.call.tensor(slot::Y), self.call.tensor(slot::UP).is_present());
             let end = y.extent(2);
-            let mut first = sums.map(|[a, _]| a);
+            let (mut first, mut second) = (sums.map(|[a, _]| a), sums.map(|[_, b]| b));
+            if self.call.tensor(slot::BIAS).is_present() {
+                cold_path();
+                let of = |operand: usize, n: u32| {
+                    let one = |n: u32| if n < end { bias_of(self.call, operand, [self.expert, n]) } else { 0.0 };
+                    [one(n), one(n + 1), one(n + 2), one(n + 3)]
+                };
+                let other = if is_pair { of(slot::UP_BIAS, n) } else { of(slot::BIAS, n + HALF) };
+                (first, second) = (with_each(first, of(slot::BIAS, n)), with_each(second, other));
+            }
             if is_pair {
-                first = activate_fours(self.p.activation, first);
+                first = gate_fours(self.p.gating, first, second);
             }
             each_of_four!(i => if i < R {
                 let (entry, weight) = (shared::load(LIST + listed[i]), f32::from_bits(shared::load(WEIGHTS + listed[i])));
                 let row = y.row([entry >> SLOT_BITS, entry % routing::MAX_CHOSEN]);
-                let (a, [_, b]) = (first[i], sums[i]);
-                let one = |c: usize| weight * if is_pair { a[c] * b[c] } else { a[c] };
-                row.set_four_below(n, end, [one(0), one(1), one(2), one(3)]);
+                let (a, b) = (first[i], second[i]);
+                row.set_four_below(n, end, a.map(|a| weight * a));
                 if !is_pair && n + HALF < end {
                     row.set_four_below(n + HALF, end, b.map(|b| weight * b));
                 }
@@ -408,10 +427,13 @@ impl warpgroup::Finish<2> for Outputs<'_> {
     }
 }
 
-/// What comes of the sums of one column: `a` times the other matrix's, `b`, if there is one, as much as they count.
-unsafe fn made(call: &Call<'_>, p: &Params, weight: f32, a: f32, b: f32) -> f32 {
-    // SAFETY: the operands are the slots' (caller).
-    weight * if unsafe { call.tensor(slot::UP) }.is_present() { activate(p.activation, a) * b } else { a }
+/// `fours` with `more` added to each.
+fn with_each<const R: usize>(mut fours: [[f32; 4]; R], more: [f32; 4]) -> [[f32; 4]; R] {
+    each_of_four!(i => if i < R {
+        let ([a, b, c, d], [e, f, g, h]) = (fours[i], more);
+        fours[i] = [a + e, b + f, c + g, d + h];
+    });
+    fours
 }
 
 /// The part at `place` of expert `expert`'s product, a warp for each row and column.
@@ -429,12 +451,14 @@ unsafe fn plain(call: &Call<'_>, block: &Block, p: &Params, expert: u32, place: 
             let [a, b] = if is_pair {
                 two_dots(x, [w, call.tensor(slot::UP).weight_row([expert, n])], k, block.lane())
             } else {
-                [one_dot(x, w, k, block.lane()), 1.0]
+                [one_dot(x, w, k, block.lane()), 0.0]
             };
             if block.lane() == 0 {
                 let (entry, weight) = (shared::load(LIST + i), f32::from_bits(shared::load(WEIGHTS + i)));
-                let value = made(call, p, weight, a, b);
-                call.tensor(slot::Y).set([entry >> SLOT_BITS, entry % routing::MAX_CHOSEN, n], value);
+                let of = |sum: f32, operand: usize| sum + bias_of(call, operand, [expert, n]);
+                let first = of(a, slot::BIAS);
+                let made = if is_pair { gate(p.gating, first, of(b, slot::UP_BIAS)) } else { first };
+                call.tensor(slot::Y).set([entry >> SLOT_BITS, entry % routing::MAX_CHOSEN, n], weight * made);
             }
             at += block.warps();
         }

@@ -1,8 +1,8 @@
-//! y[r, s] = weights[r, s] * act(x[r] . w[e]^T) * (x[r] . up[e]^T), where e = experts[r, s] is the expert that row r goes to through slot
-//! s ([`ExpertRoutes`](super::ExpertRoutes)): both halves of a mixture of experts in passes of several rows. Without `up` there is no such
-//! factor, nor an activation; x may have a row for each slot, x[r, s]. x: [rows, k] or [rows, slots, k]; experts: [rows, slots] i32, a
-//! row's all different; w, up: [experts, n, k]; weights: [rows, slots] f32; y: [rows, slots, n]; f32 accumulation. A number that no expert
-//! has leaves its slot as it is.
+//! y[r, s] = weights[r, s] * act(x[r] . w[e]^T + bias[e]) * (x[r] . up[e]^T + up_bias[e]), where e = experts[r, s] is the expert that row r goes to
+//! through slot s ([`ExpertRoutes`](super::ExpertRoutes)): both halves of a mixture of experts in passes of several rows. It may be gated otherwise: see
+//! [`Gating`]. Without `up` there is no such factor, nor an activation; x may have a row for each slot, x[r, s]. x: [rows, k] or [rows, slots, k];
+//! experts: [rows, slots] i32, a row's all different; w, up: [experts, n, k]; bias, up_bias: [experts, n]; weights: [rows, slots] f32; y: [rows, slots,
+//! n]; f32 accumulation. A number that no expert has leaves its slot as it is.
 //!
 //! `blocks` tasks share the work as they find it: a unit of it is a part of an expert's columns for some of the rows that go there, and a
 //! task takes as many units in a row as any other. So whatever experts are chosen, all SMs read as much. What a block has to know for that,
@@ -12,8 +12,7 @@
 //! and `up` (128 without): 512 rows of Qwen3-30B-A3B's, 200 MB of L2's, beside 805 MB of weights. Cut along n alone, in 132, they would be
 //! 2.2 GB. (MPK: `MOE_W13_LINEAR`, `MOE_W2_LINEAR`.)
 
-#[cfg(not(target_arch = "nvptx64"))]
-use super::linear::Activation;
+use super::gated_linear::Gating;
 use super::*;
 #[cfg(not(target_arch = "nvptx64"))]
 use perpetua_shared::DType;
@@ -28,8 +27,8 @@ pub struct RoutedLinear;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Params {
-    /// An [`Activation`](super::linear::Activation); none without `up`.
-    pub activation: u32,
+    /// What becomes of a column's two sums; none without `up`.
+    pub gating: Gating,
     /// Tasks that share the work: block b of the grid's first axis does its part of so many.
     pub blocks: u32,
     /// 1: x has a row for each slot.
@@ -47,6 +46,8 @@ slots! {
     WEIGHTS: optional "weights",
     // Which of its elements are a task's is known when it runs.
     Y: append "y",
+    BIAS: optional "bias",
+    UP_BIAS: optional "up_bias",
 }
 
 impl MacroKernel for RoutedLinear {
@@ -58,12 +59,10 @@ impl MacroKernel for RoutedLinear {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
-        let [x, experts, w, up, weights, y] = io else { unreachable!("slots were counted") };
-        match Activation::from_u32(p.activation) {
-            None => return Err(format!("activation {} is unknown", p.activation)),
-            Some(Activation::None) => {}
-            Some(_) if up.is_present() => {}
-            Some(activation) => return Err(format!("activation {activation:?} without `up`, expected none")),
+        let [x, experts, w, up, weights, y, bias, up_bias] = io else { unreachable!("slots were counted") };
+        p.gating.check()?;
+        if !up.is_present() && (p.gating != Gating::default() || up_bias.is_present()) {
+            return Err(format!("{:?}, or `up_bias`, without `up`, expected neither", p.gating));
         }
         let (x_rank, last) = if p.has_slots != 0 { (3, 2) } else { (2, 1) };
         for (name, operand, rank) in [("x", x, x_rank), ("y", y, 3)] {
@@ -84,6 +83,8 @@ impl MacroKernel for RoutedLinear {
             rules::extent(name, matrices, 1, n)?;
             rules::extent(name, matrices, 2, x.extent[last])?;
         }
+        routing::bias("bias", bias, w)?;
+        routing::bias("up_bias", up_bias, up)?;
         rules::extent("x", x, 0, rows)?;
         if p.has_slots != 0 {
             rules::extent("x", x, 1, slots)?;
@@ -103,37 +104,37 @@ impl MacroKernel for RoutedLinear {
 
     /// A task's part of what all do.
     fn cost(p: &Params, io: &[Operand]) -> Cost {
-        let [_, experts, w, up, _, y] = io else { return Cost::default() };
+        let [_, experts, w, up, _, y, bias, up_bias] = io else { return Cost::default() };
         let all = default_cost(Self::SLOTS, io);
         // Of y nothing is read.
         let all = Cost { bytes_read: all.bytes_read - y.bytes(), ..all };
-        let matrices: &[&Operand] = if up.is_present() { &[w, up] } else { &[w] };
-        let cost = routing::cost(matrices, experts.extent[0], experts.extent[1], all);
+        let cost = routing::cost(&[w, up, bias, up_bias], experts.extent[0], experts.extent[1], all);
         let part = |all: u64| all.div_ceil(u64::from(p.blocks.max(1)));
         Cost { bytes_read: part(cost.bytes_read), bytes_written: part(cost.bytes_written), flops: part(cost.flops) }
     }
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
-        let [x, experts, w, up, weights, y] = core::array::from_fn(|i| call.tensor(i));
+        let [x, experts, w, up, weights, y, bias, up_bias] = core::array::from_fn(|i| call.tensor(i));
         // The first block does it all.
         if call.task.block[0] != 0 {
             return Ok(());
         }
-        let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
         for (r, slot) in (0..call.rows(slot::X)).flat_map(|r| (0..y.extent(1)).map(move |slot| (r, slot))) {
             let Ok(expert) = usize::try_from(experts.get_i32([r, slot])) else { continue };
             if expert >= w.extent(0) {
                 continue;
             }
             let value = |k: usize| if p.has_slots != 0 { x.get([r, slot, k]) } else { x.get([r, k]) };
-            let of = |w: &crate::io::Tensor, n: usize| -> f32 {
-                (0..w.extent(2)).map(|k| value(k) * w.get([expert, n, k])).sum()
+            let of = |w: &crate::io::Tensor, bias: &crate::io::Tensor, n: usize| -> f32 {
+                let sum: f32 = (0..w.extent(2)).map(|k| value(k) * w.get([expert, n, k])).sum();
+                if bias.is_present() { sum + bias.get([expert, n]) } else { sum }
             };
             let weight = if weights.is_present() { weights.get([r, slot]) } else { 1.0 };
             for n in 0..w.extent(1) {
-                let by = if up.is_present() { of(&up, n) } else { 1.0 };
-                y.set([r, slot, n], weight * activation.apply(of(&w, n)) * by);
+                let first = of(&w, &bias, n);
+                let made = if up.is_present() { p.gating.apply(first, of(&up, &up_bias, n)) } else { first };
+                y.set([r, slot, n], weight * made);
             }
         }
         Ok(())

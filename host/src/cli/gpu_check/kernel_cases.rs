@@ -10,6 +10,7 @@ use perpetua::graph::tensor::{BufferKind, TensorId, TensorTable};
 use perpetua::model::Quantize;
 use perpetua::model::decoder::{BuildError, Cache, Head};
 use perpetua_device::kernels::elementwise::Function;
+use perpetua_device::kernels::gated_linear::Gating;
 use perpetua_device::kernels::linear::Activation;
 use perpetua_device::kernels::routing::Weighting;
 use perpetua_device::kernels::{
@@ -226,8 +227,8 @@ impl Named {
     }
 }
 
-/// Element-wise functions, the row that a prompt's pass ends with, and a mixture of experts, which are the layers' MLPs: by logits that are
-/// the first elements of a row, so that a choice does not hang on rounding.
+/// Element-wise functions, the row that a prompt's pass ends with, and a mixture of experts, which are the layers' MLPs, with biases, rows of the embeddings: by
+/// logits that are the first elements of a row, so that a choice does not hang on rounding.
 fn others(model: &Model, rows: usize) -> Result<KernelGraph, EngineError> {
     let (name, config) = ("model.embed_tokens.weight", model.decoder()?);
     let shape = [config.vocab_size, config.hidden_size];
@@ -250,8 +251,11 @@ fn others(model: &Model, rows: usize) -> Result<KernelGraph, EngineError> {
             graph.weight_stack(&format!("model.layers.*.mlp.{part}_proj.weight"), experts, shape, of_experts)
         };
         let (gate, up, down) = (stack("gate", [n, k])?, stack("up", [n, k])?, stack("down", [k, n])?);
-        let (chosen, weighting, activation) = (2.min(experts), Weighting::Chosen, Activation::Silu);
-        let args = ExpertArgs { logits, gate, up, down, residual: Some(x), chosen, weighting, activation };
+        let mut bias = |n: usize| graph.view(table, 0, &[experts, n], &[n, 1]);
+        let biases = if dtype.is_float() { Some([bias(n)?, bias(n)?, bias(k)?]) } else { None };
+        let gating = Gating { activation: Activation::None as u32, limit: 1.0, alpha: 1.702 };
+        let (chosen, weighting) = (2.min(experts), Weighting::Chosen);
+        let args = ExpertArgs { logits, gate, up, down, biases, residual: Some(x), chosen, weighting, gating };
         graph.experts("experts", gated, args)?;
         Ok(graph)
     };

@@ -9,7 +9,7 @@
 
 use super::*;
 use crate::graph::kernel::GraphError;
-use perpetua_device::kernels::linear::Activation;
+use perpetua_device::kernels::gated_linear::Gating;
 use perpetua_device::kernels::{ExpertRoutes, RoutedLinear, SlotSum, expert_routes, routed_linear, slot_sum};
 
 /// `graph`, a pass over several rows, with experts' rows together where their weights are bf16 or in fewer bits.
@@ -40,6 +40,8 @@ struct Experts {
     experts: TensorId,
     weights: TensorId,
     rows: usize,
+    /// Whether the second product has the weights, being that of biases, too; else the first.
+    down_weighs: bool,
 }
 
 impl Experts {
@@ -47,7 +49,7 @@ impl Experts {
     fn of(table: &mut TensorTable, ops: &[&Operator], at: usize) -> Result<Option<(usize, Experts)>, GraphError> {
         let is = |op: &Operator, task_type: u16| op.kernel.task_type == task_type && op.cut.is_none();
         let up = ops[at];
-        let (true, &[Some(x), Some(logits), Some(gate), Some(second), Some(y), None]) =
+        let (true, &[Some(x), Some(logits), Some(gate), Some(second), Some(y), None, ..]) =
             (is(up, ExpertsUp::TASK_TYPE), &up.slots[..])
         else {
             return Ok(None);
@@ -73,12 +75,13 @@ impl Experts {
         let name = |what: &str| format!("{}.{what}", up.name.strip_suffix(".up").unwrap_or(&up.name));
         let experts = table.add(&name("route"), &[rows, slots], DType::I32, BufferKind::Intermediate)?;
         let weights = table.add(&name("route.weights"), &[rows, slots], DType::F32, BufferKind::Intermediate)?;
-        Ok(Some((down, Experts { experts, weights, rows })))
+        let down_weighs = ops[down].slots[experts_down::slot::BIAS].is_some();
+        Ok(Some((down, Experts { experts, weights, rows, down_weighs })))
     }
 
     /// What comes in the place of `up`.
     fn up(&self, up: &Operator, target: &Target) -> [Operator; 2] {
-        let experts_up::Params { activation, weighting, .. } = kernels::params(&up.kernel.params);
+        let experts_up::Params { gating, weighting, .. } = kernels::params(&up.kernel.params);
         let route = Operator {
             name: format!("{}.route", up.name.strip_suffix(".up").unwrap_or(&up.name)),
             kernel: KernelCall {
@@ -90,24 +93,25 @@ impl Experts {
             axes: vec![self.by_rows(3)],
             cut: None,
         };
-        use experts_up::slot::{GATE, UP, X, Y};
-        let [x, gate, second, y] = [X, GATE, UP, Y].map(|slot| up.slots[slot]);
-        let slots = vec![x, Some(self.experts), gate, second, Some(self.weights), y];
-        let params = routed_linear::Params { activation, blocks: target.n_workers, has_slots: 0 };
+        use experts_up::slot::{GATE, GATE_BIAS, UP, UP_BIAS, X, Y};
+        let [x, gate, second, y, bias, second_bias] = [X, GATE, UP, Y, GATE_BIAS, UP_BIAS].map(|slot| up.slots[slot]);
+        let weights = (!self.down_weighs).then_some(self.weights);
+        let slots = vec![x, Some(self.experts), gate, second, weights, y, bias, second_bias];
+        let params = routed_linear::Params { gating, blocks: target.n_workers, has_slots: 0 };
         [route, shared(up, slots, params)]
     }
 
     /// What comes in the place of `down`: a product for each slot, and their sum.
     fn down(&self, table: &mut TensorTable, down: &Operator, target: &Target) -> Result<[Operator; 2], GraphError> {
-        use experts_down::slot::{RESIDUAL, W, X, Y};
-        let [x, w, residual, y] = [X, W, RESIDUAL, Y].map(|slot| down.slots[slot]);
+        use experts_down::slot::{BIAS, RESIDUAL, W, X, Y};
+        let [x, w, residual, y, bias] = [X, W, RESIDUAL, Y, BIAS].map(|slot| down.slots[slot]);
         let n = y.map_or(0, |y| table[y].shape[1]);
         let slots = table[self.experts].shape[1];
         let each =
             table.add(&format!("{}.slots", down.name), &[self.rows, slots, n], DType::F32, BufferKind::Intermediate)?;
-        let (activation, blocks) = (Activation::None as u32, target.n_workers);
-        let params = routed_linear::Params { activation, blocks, has_slots: 1 };
-        let product = shared(down, vec![x, Some(self.experts), w, None, None, Some(each)], params);
+        let params = routed_linear::Params { gating: Gating::default(), blocks: target.n_workers, has_slots: 1 };
+        let weights = self.down_weighs.then_some(self.weights);
+        let product = shared(down, vec![x, Some(self.experts), w, None, weights, Some(each), bias, None], params);
         let sum = Operator {
             name: format!("{}.sum", down.name),
             kernel: KernelCall {

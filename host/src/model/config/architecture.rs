@@ -57,6 +57,9 @@ pub enum Architecture {
     Qwen35Moe,
     /// `Lfm2ForCausalLM`: most layers have a short convolution in the place of attention.
     Lfm2,
+    /// `GptOssForCausalLM`: mixtures of experts with biases, whose gates and ups are limited; each head has a sink, which takes part in what it attends to, and
+    /// every second layer a window. Files have experts' matrices in MXFP4, or with gates and ups in turn.
+    GptOss,
     /// `Exaone4ForCausalLM`: norms after attention and MLP, and on each head's query and key. Where layers have windows, the others do not turn
     /// queries and keys.
     Exaone4,
@@ -181,7 +184,11 @@ pub(super) struct Traits {
     /// Embeddings, scores, logits and what layers add are multiplied with numbers of the file's.
     pub(super) multiplies: bool,
     pub(super) mixture: Option<Mixture>,
+    /// These have biases, as has their router, and what they open is limited.
+    pub(super) limits_experts: bool,
     pub(super) recurs: Option<Recurs>,
+    /// Each query head has a sink.
+    pub(super) has_sinks: bool,
     /// What attention makes is multiplied with the sigmoid of what the queries' matrix makes beside them.
     pub(super) gates_attention: bool,
     pub(super) attention_bias: Biases,
@@ -233,7 +240,9 @@ const USUAL: Traits = Traits {
     is_fused: false,
     multiplies: false,
     mixture: None,
+    limits_experts: false,
     recurs: None,
+    has_sinks: false,
     gates_attention: false,
     attention_bias: if_said("attention_bias"),
     output_bias: None,
@@ -293,7 +302,7 @@ const ENCODER: Traits = Traits { is_encoder: true, activation: Activation::Gelu,
 
 impl Architecture {
     /// Every architecture.
-    pub const ALL: [Architecture; 26] = [
+    pub const ALL: [Architecture; 27] = [
         Architecture::Qwen3,
         Architecture::Qwen3Moe,
         Architecture::Qwen2,
@@ -316,6 +325,7 @@ impl Architecture {
         Architecture::Qwen35,
         Architecture::Qwen35Moe,
         Architecture::Lfm2,
+        Architecture::GptOss,
         Architecture::Exaone4,
         Architecture::Bert,
         Architecture::Roberta,
@@ -531,6 +541,29 @@ impl Architecture {
                 }),
                 n_kv_heads: Some(2),
                 ..QWEN_3_5
+            },
+            Architecture::GptOss => Traits {
+                class_name: "GptOssForCausalLM",
+                model_type: "gpt_oss",
+                mixture: Some(Mixture {
+                    n: 128,
+                    chosen: 4,
+                    intermediate_size: None,
+                    normalises: true,
+                    may_lack: false,
+                    shared: None,
+                }),
+                limits_experts: true,
+                has_sinks: true,
+                attention_bias: Biases::Said { key: "attention_bias", otherwise: true },
+                sliding: Sliding::Most { pattern: 2 },
+                window: Some(128),
+                n_kv_heads: Some(8),
+                head_dim: Some(64),
+                max_position_embeddings: 131_072,
+                rms_norm_eps: 1e-5,
+                rope_theta: 1.5e5,
+                ..USUAL
             },
             Architecture::Lfm2 => Traits {
                 class_name: "Lfm2ForCausalLM",

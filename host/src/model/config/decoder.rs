@@ -3,6 +3,7 @@
 use std::ops::RangeInclusive;
 
 use perpetua_device::kernels::{causal_conv, recurrence, routing};
+use perpetua_shared::dtype::Q4_BLOCK;
 
 use super::architecture::{Biases, Recurs, Shared, Sliding};
 use super::rope::{self, Rope, RopeScaling};
@@ -70,6 +71,8 @@ pub struct DecoderConfig {
     pub recurrent: Option<Recurrent>,
     /// Whether what attention makes is multiplied with the sigmoid of a gate, which the queries' matrix makes: a head's after its query.
     pub gates_attention: bool,
+    /// Whether each query head has a sink: a score beside those of the positions it attends to, whose value is zero.
+    pub has_sinks: bool,
 }
 
 /// The layers of a network that do not attend.
@@ -133,7 +136,7 @@ pub struct StateSpace {
 }
 
 /// The mixtures of experts of a network: each row goes to some of a layer's MLPs.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Experts {
     /// MLPs of a layer.
     pub n: usize,
@@ -147,6 +150,20 @@ pub struct Experts {
     pub layers: Vec<bool>,
     /// An MLP beside them that all rows go to, if there is one.
     pub shared: Option<SharedExpert>,
+    /// gpt-oss's way with gates and ups, which is with biases, the router's too.
+    pub limited: Option<LimitedGate>,
+    /// Whether files have their matrices in MXFP4.
+    pub is_mxfp4: bool,
+}
+
+/// What becomes of gates and ups, instead of act(gate) * up: g * sigmoid(alpha * g) * (u + 1), where g is the gate, but no more than the limit, and u the up,
+/// but no further from 0.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LimitedGate {
+    /// `swiglu_limit`.
+    pub limit: f64,
+    /// `swiglu_alpha`.
+    pub alpha: f64,
 }
 
 /// See [`Experts::shared`].
@@ -282,6 +299,9 @@ pub(super) fn decoder(
     }
     let is_bidirectional = sees_all || fields.flag("is_causal")? == Some(false);
     let recurrent = recurrent(fields, architecture, n_layers, rms_norm_eps)?;
+    if is_bidirectional && traits.has_sinks {
+        return Err(fields.unsupported("is_causal", "true, where heads have sinks"));
+    }
     if is_bidirectional && recurrent.is_some() {
         return Err(fields.unsupported("is_causal", "true, where layers pass states on"));
     }
@@ -329,6 +349,7 @@ pub(super) fn decoder(
         experts,
         recurrent,
         gates_attention: traits.gates_attention,
+        has_sinks: traits.has_sinks,
     })
 }
 
@@ -623,5 +644,20 @@ fn experts(fields: &Fields<'_>, architecture: Architecture, n_layers: usize) -> 
         None => None,
     };
     let shared = shared.filter(|shared| shared.intermediate_size > 0);
-    Ok(Some(Experts { n, chosen, intermediate_size, normalise, layers, shared }))
+    let limited = match architecture.traits().limits_experts {
+        true => Some(LimitedGate {
+            limit: fields.real("swiglu_limit", 1e-3..=1e9)?.unwrap_or(7.0),
+            alpha: fields.real("swiglu_alpha", -1e3..=1e3)?.unwrap_or(1.702),
+        }),
+        false => None,
+    };
+    let is_mxfp4 = fields.get("quantization_config").is_some();
+    let rows = [
+        ("hidden_size", fields.required_whole("hidden_size", 1..=MAX_HIDDEN)?),
+        ("intermediate_size", intermediate_size),
+    ];
+    if let Some((key, _)) = rows.iter().find(|(_, n)| is_mxfp4 && !n.is_multiple_of(Q4_BLOCK)) {
+        return Err(fields.wrong(key, format!("a multiple of {Q4_BLOCK}, as blocks of MXFP4 are")));
+    }
+    Ok(Some(Experts { n, chosen, intermediate_size, normalise, layers, shared, limited, is_mxfp4 }))
 }

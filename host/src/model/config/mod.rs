@@ -23,7 +23,7 @@ use super::error::ModelError;
 use super::json::{Fields, brief, read_value};
 pub(crate) use architecture::Norms;
 pub use architecture::{Architecture, QkNorm};
-pub use decoder::{DecoderConfig, DeltaRule, Experts, Mixer, Recurrent, SharedExpert, StateSpace};
+pub use decoder::{DecoderConfig, DeltaRule, Experts, LimitedGate, Mixer, Recurrent, SharedExpert, StateSpace};
 pub use encoder::BertConfig;
 pub use modern_bert::ModernBertConfig;
 pub use rope::{Rope, RopeScaling};
@@ -54,6 +54,7 @@ impl Activation {
 /// A config.json, understood.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
+#[allow(clippy::large_enum_variant, reason = "a model has one")]
 pub enum ModelConfig {
     /// Text generation.
     Decoder(DecoderConfig),
@@ -181,10 +182,15 @@ fn of_model_type(fields: &Fields<'_>) -> Result<Architecture, ModelError> {
 
 /// Keys that no architecture here heeds and that would change what the weights mean.
 fn refuse_what_is_not_done(fields: &Fields<'_>) -> Result<(), ModelError> {
+    let is_gpt_oss = || architecture(fields).is_ok_and(|architecture| architecture == Architecture::GptOss);
     for key in ["quantization_config", "compression_config"] {
         if let Some(quantization) = fields.get(key) {
             let method = quantization.get("quant_method").unwrap_or(quantization);
-            return Err(ModelError::unsupported(fields.path(), key, brief(method), "weights in bf16, f16 or f32"));
+            if method == "mxfp4" && key == "quantization_config" && is_gpt_oss() {
+                continue;
+            }
+            let supported = "weights in bf16, f16 or f32, or gpt-oss's experts in \"mxfp4\"";
+            return Err(ModelError::unsupported(fields.path(), key, brief(method), supported));
         }
     }
     refuse_experts(fields, &["n_routed_experts", "moe_num_experts", "n_shared_experts"])

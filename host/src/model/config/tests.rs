@@ -33,16 +33,65 @@ pub(super) fn with(base: Value, change: &Value) -> Value {
     Value::Object(base)
 }
 
+/// As most are, in no layers.
+fn experts_of([n, chosen, intermediate_size]: [usize; 3], normalise: bool) -> Experts {
+    let (layers, shared, limited) = (Vec::new(), None, None);
+    Experts { n, chosen, intermediate_size, normalise, layers, shared, limited, is_mxfp4: false }
+}
+
+#[test]
+fn gpt_oss() {
+    // As its published file says it, in the keys of its time.
+    let published = json!({
+        "architectures": ["GptOssForCausalLM"], "attention_bias": true, "eos_token_id": 200_002, "experts_per_token": 4, "head_dim": 64,
+        "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880, "max_position_embeddings": 131_072,
+        "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 2, "num_key_value_heads": 8,
+        "num_local_experts": 32, "layer_types": ["sliding_attention", "full_attention"], "rms_norm_eps": 1e-5, "sliding_window": 128,
+        "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": false,
+        },
+        "rope_theta": 150_000, "swiglu_limit": 7.0, "tie_word_embeddings": false, "vocab_size": 201_088,
+    });
+    let config = decoder_of(&published);
+    let limited = Some(LimitedGate { limit: 7.0, alpha: 1.702 });
+    let experts = Experts { layers: vec![true; 2], limited, is_mxfp4: true, ..experts_of([32, 4, 2880], true) };
+    assert_eq!(config.experts, Some(experts.clone()));
+    assert_eq!((config.attention_bias, config.output_bias, config.has_sinks), (true, true, true));
+    assert_eq!((&config.windows[..], config.max_position_embeddings), (&[Some(128), None][..], 131_072));
+    assert!(matches!(
+        config.ropes[..],
+        [Rope { theta: 150_000.0, scaling: RopeScaling::Yarn { factor: 32.0, truncate: false, .. } }, _]
+    ));
+    let of = |change: Value| with(published.clone(), &change);
+    let other = decoder_of(&of(json!({
+        "quantization_config": null, "layer_types": null, "swiglu_limit": 3.0, "swiglu_alpha": 1.0, "attention_bias": false,
+    })));
+    let limited = Some(LimitedGate { limit: 3.0, alpha: 1.0 });
+    assert_eq!(other.experts, Some(Experts { limited, is_mxfp4: false, ..experts }));
+    assert_eq!((&other.windows[..], other.attention_bias), (&[Some(128), None][..], false));
+    for (change, expected) in [
+        (json!({ "hidden_size": 2896 }), "hidden_size: 2896, expected a multiple of 32"),
+        (json!({ "intermediate_size": 100 }), "intermediate_size: 100, expected a multiple of 32"),
+        (json!({ "quantization_config": {"quant_method": "fp8"} }), "quantization_config: \"fp8\""),
+        (json!({ "swiglu_limit": 0.0 }), "swiglu_limit: 0.0, expected"),
+        (json!({ "is_causal": false }), "is_causal: false is not supported"),
+        (json!({ "architectures": ["LlamaForCausalLM"] }), "quantization_config: \"mxfp4\""),
+    ] {
+        let error = parse(&of(change)).unwrap_err();
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
 #[test]
 fn mixtures_of_experts() {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
     let open = |name: &str| read_value(&dir.join(name).join("config.json")).expect("JSON");
     let experts = |value: &Value| decoder_of(value).experts;
     let layers = vec![true, false, true];
-    let of_qwen3 = Experts { n: 8, chosen: 3, intermediate_size: 64, normalise: false, layers, shared: None };
+    let of_qwen3 = Experts { layers, ..experts_of([8, 3, 64], false) };
     assert_eq!(experts(&open("tiny-qwen3-moe")), Some(of_qwen3.clone()));
-    let of_mixtral =
-        Experts { n: 4, chosen: 2, intermediate_size: 80, normalise: true, layers: vec![true; 2], shared: None };
+    let of_mixtral = Experts { layers: vec![true; 2], ..experts_of([4, 2, 80], true) };
     assert_eq!(experts(&open("tiny-mixtral")), Some(of_mixtral));
     let eps_of = |name: &str| decoder_of(&with(open(name), &json!({ "rms_norm_eps": null }))).rms_norm_eps;
     assert_eq!((eps_of("tiny-mixtral"), eps_of("tiny-qwen3-moe")), (1e-5, 1e-6));
@@ -68,7 +117,7 @@ fn mixtures_of_experts() {
     assert!(
         message.ends_with(
             "Qwen3MoeForCausalLM, Qwen2MoeForCausalLM, MixtralForCausalLM, GraniteMoeForCausalLM, GraniteMoeSharedForCausalLM, \
-             GraniteMoeHybridForCausalLM, OlmoeForCausalLM, Qwen3_5MoeForCausalLM alone"
+             GraniteMoeHybridForCausalLM, OlmoeForCausalLM, Qwen3_5MoeForCausalLM, GptOssForCausalLM alone"
         ),
         "{message}"
     );
@@ -380,13 +429,13 @@ fn what_is_not_done_is_refused_by_name() {
          longrope"
     );
     assert_eq!(
-        refused(json!({"architectures": ["GptOssForCausalLM"]})),
-        "config.json: architectures: GptOssForCausalLM is not supported; supported: Qwen3ForCausalLM, \
+        refused(json!({"architectures": ["DeepseekV3ForCausalLM"]})),
+        "config.json: architectures: DeepseekV3ForCausalLM is not supported; supported: Qwen3ForCausalLM, \
          Qwen3MoeForCausalLM, Qwen2ForCausalLM, Qwen2MoeForCausalLM, LlamaForCausalLM, MistralForCausalLM, \
          Ministral3ForCausalLM, MixtralForCausalLM, Gemma3ForCausalLM, SmolLM3ForCausalLM, GraniteForCausalLM, \
          GraniteMoeForCausalLM, GraniteMoeSharedForCausalLM, GraniteMoeHybridForCausalLM, SeedOssForCausalLM, \
          Phi3ForCausalLM, Olmo2ForCausalLM, Olmo3ForCausalLM, OlmoeForCausalLM, Qwen3_5ForCausalLM, \
-         Qwen3_5MoeForCausalLM, Lfm2ForCausalLM, Exaone4ForCausalLM, BertModel, RobertaModel, ModernBertModel"
+         Qwen3_5MoeForCausalLM, Lfm2ForCausalLM, GptOssForCausalLM, Exaone4ForCausalLM, BertModel, RobertaModel, ModernBertModel"
     );
     for (change, word) in [
         (json!({"hidden_act": "gelu"}), "hidden_act: \"gelu\""),
@@ -541,14 +590,7 @@ fn some_layers_pass_states_on() {
     });
     let half = decoder_of(&half);
     let shared = SharedExpert { intermediate_size: 80, is_weighed: true };
-    let experts = Experts {
-        n: 6,
-        chosen: 2,
-        intermediate_size: 48,
-        normalise: true,
-        layers: vec![true; 4],
-        shared: Some(shared),
-    };
+    let experts = Experts { layers: vec![true; 4], shared: Some(shared), ..experts_of([6, 2, 48], true) };
     assert_eq!((half.experts, half.architecture), (Some(experts), Architecture::Qwen35Moe));
 
     // State spaces, by today's names and by older ones.
@@ -623,8 +665,7 @@ fn olmo_normalises_rows() {
     let three = decoder_of(&with(olmo("Olmo3ForCausalLM"), &json!({"rope_scaling": yarn, "rope_theta": 5e4})));
     assert_eq!(three.windows, [Some(4096), Some(4096), Some(4096), None]);
     let mixture = decoder_of(&with(olmo("OlmoeForCausalLM"), &json!({"num_experts": 16})));
-    let expected =
-        Experts { n: 16, chosen: 8, intermediate_size: 640, normalise: false, layers: vec![true; 4], shared: None };
+    let expected = Experts { layers: vec![true; 4], ..experts_of([16, 8, 640], false) };
     assert_eq!((mixture.qk_norm, mixture.experts), (QkNorm::Rows, Some(expected)));
     let message = parse(&with(olmo("OlmoeForCausalLM"), &json!({"clip_qkv": 8.0}))).expect_err("clipped");
     assert!(message.contains("clip_qkv: 8.0 is not supported"), "{message}");

@@ -14,10 +14,10 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use bytemuck::Zeroable;
 use half::{bf16, f16};
 use perpetua_shared::DType;
 
+use super::aligned::AlignedBytes;
 use super::config::ModelConfig;
 use super::error::ModelError;
 use super::layout::{Role, TensorSpec};
@@ -49,9 +49,10 @@ impl Quantize {
         tensors.into_iter().filter_map(|spec| self.dtype_of(&spec).map(|dtype| (spec.name, dtype))).collect()
     }
 
-    /// What the tensor is kept as; none where it stays as it is. A router does: a choice is easily another, and its bytes are few.
+    /// What the tensor is kept as; none where it stays as it is. A router does: a choice is easily another, and its bytes are few; what is in MXFP4; and experts'
+    /// biases.
     fn dtype_of(self, spec: &TensorSpec) -> Option<DType> {
-        if spec.shape.len() != 2 || spec.role == Role::Router {
+        if spec.shape.len() != 2 || !matches!(spec.role, Role::Linear | Role::Embedding | Role::Head) {
             return None;
         }
         Some(match (self, spec.role) {
@@ -61,15 +62,9 @@ impl Quantize {
     }
 }
 
-/// Bytes that start on a cache line.
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C, align(64))]
-struct Line([u8; 64]);
-
 /// A tensor that is kept.
 struct Kept {
-    lines: Vec<Line>,
-    bytes: usize,
+    bytes: AlignedBytes,
     dtype: DType,
 }
 
@@ -100,27 +95,33 @@ impl Quantized {
     ) -> Result<Quantized, ModelError> {
         let mut quantized = HashMap::new();
         for spec @ TensorSpec { name, shape, .. } in tensors.iter().filter(|spec| !spec.role.is_made()) {
-            let view = weights.expect(name, shape)?;
             let dtype = how.dtype_of(spec);
-            let bytes = dtype.map_or(view.bytes.len(), |dtype| dtype.tensor_bytes(shape) as usize);
-            let mut lines = Vec::new();
-            lines
-                .try_reserve_exact(bytes.div_ceil(64))
-                .map_err(|_| ModelError::NoMemory { name: name.clone(), bytes: bytes as u64 })?;
-            lines.resize(bytes.div_ceil(64), Line::zeroed());
-            let out = &mut bytemuck::cast_slice_mut(&mut lines)[..bytes];
-            match dtype {
-                None => out.copy_from_slice(view.bytes),
-                Some(dtype) => {
-                    if let Some(at) = matrix(&view, dtype, out, &|part| weights.release(part)) {
-                        return Err(ModelError::NotFinite { name: name.clone(), at });
-                    }
+            // What is made of others is not kept beside what is made of it.
+            let (kept, read) = match (weights.made(name, shape)?, dtype) {
+                (Some((bytes, dtype)), None) => {
+                    let read = bytes.len();
+                    (Kept { bytes, dtype }, read)
                 }
-            }
+                (Some((bytes, of)), Some(dtype)) => {
+                    let view = TensorView { dtype: of, shape, bytes: &bytes };
+                    (Kept { bytes: in_fewer_bits(name, &view, dtype, &|_| ())?, dtype }, bytes.len())
+                }
+                (None, None) => {
+                    let view = weights.expect(name, shape)?;
+                    let mut bytes = AlignedBytes::zeroed(name, view.bytes.len())?;
+                    bytes.copy_from_slice(view.bytes);
+                    (Kept { bytes, dtype: view.dtype }, view.bytes.len())
+                }
+                (None, Some(dtype)) => {
+                    let view = weights.expect(name, shape)?;
+                    let bytes = in_fewer_bits(name, &view, dtype, &|part| weights.release(part))?;
+                    (Kept { bytes, dtype }, view.bytes.len())
+                }
+            };
             // Not its own pages alone: a fault maps those around it, too.
             weights.release_all();
-            progress(view.bytes.len() as u64);
-            quantized.insert(name.clone(), Kept { lines, bytes, dtype: dtype.unwrap_or(view.dtype) });
+            progress(read as u64);
+            quantized.insert(name.clone(), kept);
         }
         Ok(Quantized { how, tensors: quantized })
     }
@@ -132,13 +133,13 @@ impl Quantized {
 
     /// Bytes that the matrices among `tensors` will take.
     pub fn needed(tensors: &[TensorSpec], how: Quantize) -> u64 {
-        tensors.iter().filter_map(|spec| Some(how.dtype_of(spec)?.tensor_bytes(&spec.shape))).sum()
+        let dtype_of = |spec: &TensorSpec| how.dtype_of(spec).or((spec.role == Role::Mxfp4).then_some(DType::Mx4));
+        tensors.iter().filter_map(|spec| Some(dtype_of(spec)?.tensor_bytes(&spec.shape))).sum()
     }
 
     /// The bytes of tensor `name`, if it is kept here.
     pub fn get(&self, name: &str) -> Option<&[u8]> {
-        let kept = self.tensors.get(name)?;
-        Some(&bytemuck::cast_slice(&kept.lines)[..kept.bytes])
+        Some(&self.tensors.get(name)?.bytes)
     }
 
     /// What tensor `name` is kept as, if it is here.
@@ -148,7 +149,21 @@ impl Quantized {
 
     /// Bytes of all tensors kept.
     pub fn size_bytes(&self) -> u64 {
-        self.tensors.values().map(|kept| kept.bytes as u64).sum()
+        self.tensors.values().map(|kept| kept.bytes.len() as u64).sum()
+    }
+}
+
+/// Matrix `view`, called `name`, as `dtype`; `release` as [`matrix`] has it.
+fn in_fewer_bits(
+    name: &str,
+    view: &TensorView<'_>,
+    dtype: DType,
+    release: &(dyn Fn(&[u8]) + Sync),
+) -> Result<AlignedBytes, ModelError> {
+    let mut bytes = AlignedBytes::zeroed(name, dtype.tensor_bytes(view.shape) as usize)?;
+    match matrix(view, dtype, &mut bytes, release) {
+        Some(at) => Err(ModelError::NotFinite { name: name.to_owned(), at }),
+        None => Ok(bytes),
     }
 }
 

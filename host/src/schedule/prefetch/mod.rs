@@ -41,7 +41,9 @@ use crate::graph::tensor::BufferKind;
 use crate::graph::threadblock::{Access, AccessKind, BlockOp, ThreadBlockGraph};
 use crate::machine::Machine;
 use crate::parallel::{LISTS, side_by_side};
-use perpetua_device::kernels::{Cost, Numbered, RoutedLinear, linear};
+use perpetua_device::kernels::{
+    Cost, ExpertsDown, ExpertsUp, Numbered, RoutedLinear, experts_down, experts_up, linear, routed_linear,
+};
 use perpetua_shared::limits::MAX_RANK;
 use perpetua_shared::{DType, DataOp, Operand, PrefetchOp};
 use std::collections::VecDeque;
@@ -203,6 +205,7 @@ fn task_reads(graph: &ThreadBlockGraph, task: &Task, cost: &Cost, buffer: &mut V
     for slot in 0..op.accesses.len() {
         let Some((source, kind)) = source(slot) else { continue };
         let near = match kind {
+            BufferKind::Weight if biases_of_experts(op).contains(&slot) => None,
             BufferKind::Weight if is_weight(&slot) && !(are_carried && tiled.contains(&slot)) => {
                 near::whole(&operands[slot])
             }
@@ -218,15 +221,26 @@ fn task_reads(graph: &ThreadBlockGraph, task: &Task, cost: &Cost, buffer: &mut V
     reads
 }
 
+/// The operands of `op` that are biases of experts, a row for each, of which a task reads those of the experts it chooses.
+fn biases_of_experts(op: &BlockOp) -> &'static [usize] {
+    match op.kernel.map(|kernel| kernel.task_type) {
+        Some(ExpertsUp::TASK_TYPE) => &[experts_up::slot::GATE_BIAS, experts_up::slot::UP_BIAS],
+        Some(ExpertsDown::TASK_TYPE) => &[experts_down::slot::BIAS],
+        Some(RoutedLinear::TASK_TYPE) => &[routed_linear::slot::BIAS, routed_linear::slot::UP_BIAS],
+        _ => &[],
+    }
+}
+
 /// Of what a task of `op` reads, the weights of experts: which they are is not known before it runs, so that nobody brings them.
 fn experts_bytes(graph: &ThreadBlockGraph, op: &BlockOp, operands: &[Operand], cost: &Cost) -> u64 {
     let is_stack = |access: &Access| graph.table.is_stack(access.tensor);
     if !op.accesses.iter().flatten().any(is_stack) {
         return 0;
     }
-    let read = op.accesses.iter().zip(operands);
-    let rest = read.filter(|(access, _)| access.as_ref().is_some_and(|a| a.kind == AccessKind::Read && !is_stack(a)));
-    let rest_bytes = rest.map(|(_, operand)| operand.bytes()).sum::<u64>();
+    let read = op.accesses.iter().zip(operands).enumerate().filter(|(slot, _)| !biases_of_experts(op).contains(slot));
+    let rest =
+        read.filter(|(_, (access, _))| access.as_ref().is_some_and(|a| a.kind == AccessKind::Read && !is_stack(a)));
+    let rest_bytes = rest.map(|(_, (_, operand))| operand.bytes()).sum::<u64>();
     // Of operands that all tasks have whole the cost says a task's part.
     let is_shared = op.kernel.is_some_and(|kernel| kernel.task_type == RoutedLinear::TASK_TYPE);
     cost.bytes_read.saturating_sub(if is_shared { rest_bytes / op.n_blocks().max(1) } else { rest_bytes })

@@ -11,7 +11,7 @@
 //! asked for            q, attention's caches, o        ...           while norm is its task
 //! ```
 
-use super::{Reads, UNIT_BYTES, WorkerPlan, experts_bytes};
+use super::{Reads, UNIT_BYTES, WorkerPlan, biases_of_experts, experts_bytes};
 use crate::graph::task::{Task, TaskGraph, task_operands};
 use crate::graph::tensor::BufferKind;
 use crate::graph::threadblock::{AccessKind, BlockOp, ThreadBlockGraph};
@@ -93,6 +93,7 @@ pub fn reads_of_many_rows(
             let Some(access) = access else { continue };
             let (operand, buffer) = (&operands[slot], graph.table[access.tensor].buffer.idx());
             let whole = match graph.table.buffer_of(access.tensor).kind {
+                BufferKind::Weight if biases_of_experts(&graph.ops[task.op as usize]).contains(&slot) => None,
                 BufferKind::Weight if access.kind == AccessKind::Read => whole(operand),
                 BufferKind::State => positions(graph, task, slot, operand),
                 _ => None,
