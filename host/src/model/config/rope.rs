@@ -196,7 +196,8 @@ pub(super) fn ropes(
         None => head_dim,
     };
     let shape = Shape { architecture, original, max_position_embeddings, dim };
-    if given.is_none() && architecture == Architecture::Ministral3 {
+    // What their classes have by default is not what others have.
+    if given.is_none() && matches!(architecture, Architecture::Ministral3 | Architecture::GptOss) {
         return Err(fields.wrong("rope_parameters", "an object"));
     }
     let most_positions = given.as_ref().map_or(Ok(MAX_POSITIONS), |given| most_positions(given, shape))?;

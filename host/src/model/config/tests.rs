@@ -76,6 +76,7 @@ fn gpt_oss() {
         (json!({ "quantization_config": {"quant_method": "fp8"} }), "quantization_config: \"fp8\""),
         (json!({ "swiglu_limit": 0.0 }), "swiglu_limit: 0.0, expected"),
         (json!({ "is_causal": false }), "is_causal: false is not supported"),
+        (json!({ "rope_scaling": null }), "rope_parameters: missing, expected an object"),
         (json!({ "architectures": ["LlamaForCausalLM"] }), "quantization_config: \"mxfp4\""),
     ] {
         let error = parse(&of(change)).unwrap_err();
