@@ -207,6 +207,24 @@ impl Weights {
         made.remade.make(&parts.expect("`remake` has seen what it is made of"))
     }
 
+    /// Tensor `made`, which is kept.
+    fn kept<'w>(&self, made: &'w Made) -> Result<TensorView<'w>, ModelError> {
+        let bytes = match made.bytes.get() {
+            Some(bytes) => bytes,
+            None => {
+                let bytes = self.make(made)?;
+                // If another thread was faster, its bytes are the same.
+                made.bytes.get_or_init(|| bytes)
+            }
+        };
+        Ok(TensorView { dtype: made.dtype, shape: &made.remade.shape, bytes })
+    }
+
+    /// Those that are made, and have not been.
+    fn unmade(&self) -> impl Iterator<Item = &Made> {
+        self.made.values().filter(|made| made.bytes.get().is_none())
+    }
+
     /// Tensor `name`, if it is one that is made, and not kept: its bytes, and their type.
     ///
     /// # Errors
@@ -219,8 +237,7 @@ impl Weights {
 
     /// Bytes of the tensors that are made, and have not been.
     pub fn unmade_bytes(&self) -> u64 {
-        let unmade = self.made.values().filter(|made| made.bytes.get().is_none());
-        unmade.map(|made| made.dtype.tensor_bytes(&made.remade.shape)).sum()
+        self.unmade().map(|made| made.dtype.tensor_bytes(&made.remade.shape)).sum()
     }
 
     /// Makes what is made of other tensors, and has not been, on all cores; `progress` is called with the bytes of some at a time.
@@ -229,17 +246,10 @@ impl Weights {
     /// No memory; what is not a number.
     pub fn make_all(&self, progress: &mut dyn FnMut(u64)) -> Result<(), ModelError> {
         const TOGETHER: usize = 64;
-        let unmade: Vec<&Made> = self.made.values().filter(|made| made.bytes.get().is_none()).collect();
+        let unmade: Vec<&Made> = self.unmade().collect();
         for some in unmade.chunks(TOGETHER) {
-            let outcomes = side_by_side(some.to_vec(), 1, |_, made| {
-                let bytes = self.make(made)?;
-                let len = bytes.len() as u64;
-                // If another thread was faster, its bytes are the same.
-                let _ = made.bytes.set(bytes);
-                Ok::<u64, ModelError>(len)
-            });
-            for outcome in outcomes {
-                progress(outcome?);
+            for tensor in side_by_side(some.to_vec(), 1, |_, made| self.kept(made)) {
+                progress(tensor?.bytes.len() as u64);
             }
             self.release_all();
         }
@@ -350,10 +360,7 @@ impl Weights {
     /// is no memory for it.
     pub fn get(&self, name: &str) -> Option<TensorView<'_>> {
         if let Some(made) = self.made.get(name) {
-            if made.bytes.get().is_none() {
-                let _ = made.bytes.set(self.make(made).ok()?);
-            }
-            return Some(TensorView { dtype: made.dtype, shape: &made.remade.shape, bytes: made.bytes.get()? });
+            return self.kept(made).ok();
         }
         let location = self.locate(name)?;
         Some(TensorView {
@@ -385,13 +392,9 @@ impl Weights {
     /// The tensor of this name, as [`Weights::dtype`] wants it.
     pub fn expect(&self, name: &str, shape: &[usize]) -> Result<TensorView<'_>, ModelError> {
         self.dtype(name, shape)?;
-        match (self.get(name), self.made.get(name)) {
-            (Some(view), _) => Ok(view),
-            (None, Some(made)) => Err(self.make(made).err().unwrap_or_else(|| ModelError::NoMemory {
-                name: name.to_owned(),
-                bytes: made.dtype.tensor_bytes(&made.remade.shape),
-            })),
-            (None, None) => unreachable!("it has a type"),
+        match self.made.get(name) {
+            Some(made) => self.kept(made),
+            None => Ok(self.get(name).unwrap_or_else(|| unreachable!("it has a type"))),
         }
     }
 
