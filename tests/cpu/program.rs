@@ -223,6 +223,57 @@ fn chat_answers_line_by_line() {
     assert_eq!(chat("", &[]).0, Some(0));
 }
 
+/// What the model says to itself is on stderr, what it answers on stdout; templates are told what `--set` says.
+#[test]
+fn reasoning_is_told_from_answers() {
+    let temp = tempfile::tempdir().unwrap();
+    let folder = copy("tiny-qwen3", temp.path());
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        let text = std::fs::read_to_string(folder.join(file)).unwrap();
+        let text = text.replace("<|endoftext|>", "<think>").replace("<|im_start|>", "</think>");
+        std::fs::write(folder.join(file), text).unwrap();
+    }
+    let template = "{% for m in messages %}{{ m.role }}: {{ m.content }} ({{ m.reasoning_content }})\n{% endfor %}\
+                    {% if effort == 'some' %}<think>\n{% endif %}";
+    std::fs::write(folder.join("chat_template.jinja"), template).unwrap();
+    let model = Model::load(&folder).unwrap();
+    let mut engine = Engine::new(&model, &EngineConfig { device: Device::Cpu, ..EngineConfig::default() }).unwrap();
+    let mut said = |messages: &[ChatMessage], effort: &str| -> String {
+        let prompt = model.encode_chat_with(messages, &[("effort", effort.into())]).unwrap();
+        let options = GenerateOptions { max_new_tokens: 6, ..GenerateOptions::default() };
+        engine.generate(&prompt, &options).unwrap().map(|token| token.unwrap().text).collect()
+    };
+    let mut messages = vec![ChatMessage::new("user", "What may I do?")];
+    let [thought, answer] = ["some", "none"].map(|effort| said(&messages, effort));
+    let folder = folder.to_string_lossy();
+    let args = ["--model", &folder, "--max-new-tokens", "6", "--device", "cpu", "--exact", "--set"];
+    let run = |verb: &str, more: &[&str], input: &str| {
+        let args = [&[verb], &args[..], more].concat();
+        let (status, out, err) = told(Command::new(env!("CARGO_BIN_EXE_perpetua")).args(&args), input.as_bytes());
+        assert_eq!(status, Some(0), "{args:?}: {err}");
+        (out, err)
+    };
+    let question = ["effort=some", "--chat", "--prompt", "What may I do?"];
+    let (out, err) = run("generate", &question, "");
+    assert!(out == "\n" && err.contains(thought.trim_start_matches('\n')), "{out} {err}");
+    let (out, err) = run("generate", &[&["effort=none"], &question[1..]].concat(), "");
+    assert!(out == format!("{answer}\n") && !err.contains(&thought), "{out} {err}");
+    // The next turn is told both.
+    let reasoning = Some(thought.trim_start_matches('\n').to_owned());
+    messages.extend([
+        ChatMessage { reasoning, ..ChatMessage::new("assistant", "") },
+        ChatMessage::new("user", "And what not?"),
+    ]);
+    let (out, err) = run("chat", &["effort=some"], "What may I do?\nAnd what not?\n");
+    let second = said(&messages, "some");
+    assert!(out == "\n\n" && err.contains(second.trim_start_matches('\n')), "{out} {err}");
+    let (out, err) = run("generate", &["effort=some", "--prompt", "What may I do?"], "");
+    assert!(out.len() > 1 && err.contains("without --chat there is no template: --set not used"), "{out} {err}");
+    let refused =
+        Command::new(env!("CARGO_BIN_EXE_perpetua")).args(["chat", "--model", &folder, "--set", "x"]).output();
+    assert_eq!(refused.unwrap().status.code(), Some(2));
+}
+
 #[test]
 fn embed_writes_lines_and_safetensors() {
     let temp = tempfile::tempdir().unwrap();

@@ -1,7 +1,7 @@
 //! `perpetua chat`.
 
-use super::generate::{Choice, note_not_applied, report, stream};
-use super::{DeviceName, ModelArgs, Outcome, at_least, note, on_every_interrupt, say, warm};
+use super::generate::{Choice, Made, Template, note_not_applied, report, stream};
+use super::{ModelArgs, Outcome, at_least, note, on_every_interrupt, say, warm};
 use perpetua::engine::DEFAULT_MAX_CONTEXT;
 use perpetua::model::chat::ChatMessage;
 use perpetua::{End, Engine, EngineConfig, GenerateOptions, Stopper};
@@ -15,6 +15,8 @@ pub(crate) struct Args {
     /// What the model is told before the conversation.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     system: Option<String>,
+    #[command(flatten)]
+    template: Template,
     /// Tokens of an answer at most.
     #[arg(long, value_name = "N", default_value_t = 1024, allow_negative_numbers = true, value_parser = at_least::<usize>(0))]
     max_new_tokens: usize,
@@ -31,7 +33,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     note_not_applied(&model);
     let mut messages: Vec<ChatMessage> = args.system.iter().map(|text| ChatMessage::new("system", text)).collect();
     // A model without a template, or whose template knows no system's words, says so before its weights are read.
-    model.encode_chat(&[&messages[..], &[ChatMessage::new("user", "")]].concat())?;
+    args.template.encode(&model, &[&messages[..], &[ChatMessage::new("user", "")]].concat())?;
     let usual = args.model.config(&model, DEFAULT_MAX_CONTEXT);
     let config = EngineConfig { prompt_lookup: args.choice.prompt_lookup, ..usual };
     let mut engine = super::resident(&model, &config)?;
@@ -58,25 +60,24 @@ pub(crate) fn run(args: &Args) -> Outcome {
             continue;
         }
         messages.push(ChatMessage::new("user", line));
-        let answer = answer(&mut engine, args.model.device, &messages, &options, &answering)?;
-        messages.push(ChatMessage::new("assistant", answer));
+        messages.push(answer(&mut engine, args, &messages, &options, &answering)?);
     }
 }
 
 /// Prints what the model says to `messages`, and returns it.
 fn answer(
     engine: &mut Engine,
-    device: DeviceName,
+    args: &Args,
     messages: &[ChatMessage],
     options: &GenerateOptions,
     answering: &Mutex<Option<Stopper>>,
-) -> Result<String, Box<dyn std::error::Error>> {
+) -> Result<ChatMessage, Box<dyn std::error::Error>> {
     let model = engine.model().clone();
-    let prompt = model.encode_chat(messages)?;
+    let prompt = args.template.encode(&model, messages)?;
     let mut generation = engine.generate(&prompt, options)?;
     let known = generation.reused();
     *answering.lock().unwrap_or_else(PoisonError::into_inner) = Some(generation.stopper());
-    let mut made = Vec::new();
+    let mut made = Made { parser: Some(model.reasoning_parser(&prompt)?), ..Made::default() };
     stream(&mut generation, prompt.len(), &mut made)?;
     answering.lock().unwrap_or_else(PoisonError::into_inner).take();
     let end = generation.end();
@@ -93,6 +94,7 @@ fn answer(
         say("the answer ends where it has as many tokens as it may have (see --max-new-tokens)");
     }
     let before = if known > 0 { format!("{known} tokens known | ") } else { String::new() };
-    report(engine, device, &before, prompt.len() - known, made.len());
-    Ok(made.into_iter().map(|token| token.text).collect())
+    report(engine, args.model.device, &before, prompt.len() - known, made.ids.len());
+    let reasoning = Some(made.reasoning).filter(|reasoning| !reasoning.is_empty());
+    Ok(ChatMessage { reasoning, ..ChatMessage::new("assistant", made.answer) })
 }

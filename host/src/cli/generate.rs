@@ -4,9 +4,10 @@ use super::{
     DeviceName, Interrupted, ModelArgs, Outcome, TOKENS_BAR, at_least, is_broken_pipe, note, on_interrupt, progress,
     read_text, say, seconds, to_stdout, warm, within, writable, write_whole,
 };
-use perpetua::engine::{Generation, Token};
+use perpetua::engine::Generation;
 use perpetua::model::chat::ChatMessage;
-use perpetua::{End, Engine, EngineConfig, GenerateOptions, Model};
+use perpetua::model::{ReasoningParser, TurnPart};
+use perpetua::{End, Engine, EngineConfig, GenerateOptions, Model, ModelError};
 use perpetua_shared::limits::MAX_DRAFTS;
 use std::borrow::Cow;
 use std::io::{IsTerminal, Write};
@@ -24,9 +25,11 @@ pub(crate) struct Args {
     /// A file that is the prompt, the line's end at its end included; - is standard input.
     #[arg(long, value_name = "FILE")]
     prompt_file: Option<PathBuf>,
-    /// Put the prompt into the model's chat template, as the user's turn.
+    /// Put the prompt into the model's chat template, as the user's turn. What the model says to itself before it answers goes to stderr then.
     #[arg(long)]
     chat: bool,
+    #[command(flatten)]
+    template: Template,
     /// Tokens to make at most.
     #[arg(long, value_name = "N", default_value_t = 128, allow_negative_numbers = true, value_parser = at_least::<usize>(0))]
     max_new_tokens: usize,
@@ -38,6 +41,38 @@ pub(crate) struct Args {
     /// Write the new token ids there, as a JSON array.
     #[arg(long, value_name = "FILE")]
     ids_out: Option<PathBuf>,
+}
+
+/// What a chat template is told.
+#[derive(Debug, clap::Args)]
+pub(super) struct Template {
+    /// Give the chat template's variable NAME this value, JSON or else text: enable_thinking=false, reasoning_effort=low; may be given several times.
+    #[arg(long = "set", value_name = "NAME=VALUE", allow_hyphen_values = true, value_parser = variable)]
+    variables: Vec<(String, serde_json::Value)>,
+}
+
+impl Template {
+    /// Token ids of a conversation up to the assistant's next turn.
+    pub(super) fn encode(&self, model: &Model, messages: &[ChatMessage]) -> Result<Vec<u32>, ModelError> {
+        let variables: Vec<_> = self.variables.iter().map(|(name, value)| (name.as_str(), value.clone())).collect();
+        model.encode_chat_with(messages, &variables)
+    }
+}
+
+fn variable(given: &str) -> Result<(String, serde_json::Value), String> {
+    match given.split_once('=') {
+        Some((name, value)) if !name.is_empty() => {
+            // Python's words for what JSON has others for, or else text.
+            let value = match value {
+                "True" => true.into(),
+                "False" => false.into(),
+                "None" => serde_json::Value::Null,
+                _ => serde_json::from_str(value).unwrap_or_else(|_| value.into()),
+            };
+            Ok((name.to_owned(), value))
+        }
+        _ => Err("expected NAME=VALUE".to_owned()),
+    }
 }
 
 /// How tokens are chosen.
@@ -104,9 +139,12 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let model = args.model.open()?;
     model.decoder()?;
     let prompt = match args.chat {
-        true => model.encode_chat(&[ChatMessage::new("user", prompt)])?,
+        true => args.template.encode(&model, &[ChatMessage::new("user", prompt)])?,
         false => model.encode(&prompt)?,
     };
+    if !args.chat && !args.template.variables.is_empty() {
+        say("without --chat there is no template: --set not used");
+    }
     args.choice.note_unused();
     note_not_applied(&model);
     let began = Instant::now();
@@ -119,9 +157,10 @@ pub(crate) fn run(args: &Args) -> Outcome {
     // Until there is something to print, Ctrl-C ends the program.
     let stopper = generation.stopper();
     on_interrupt(move || stopper.stop())?;
-    let mut made = Vec::new();
+    let parser = if args.chat { Some(model.reasoning_parser(&prompt)?) } else { None };
+    let mut made = Made { parser, ..Made::default() };
     let streamed = stream(&mut generation, prompt.len(), &mut made);
-    let ids: Vec<u32> = made.into_iter().map(|token| token.id).collect();
+    let ids = made.ids;
     let end = generation.end();
     drop(generation);
     // That nobody reads the text any more takes nothing from the tokens there are.
@@ -161,23 +200,62 @@ pub(super) fn note_not_applied(model: &Model) {
     }
 }
 
-/// Prints what `generation` makes as it is made, and a line's end, and adds it to `made`; shows how far its prompt of so many tokens has been read.
-pub(super) fn stream(generation: &mut Generation<'_>, prompt: usize, made: &mut Vec<Token>) -> Outcome {
+/// What a generation has made.
+#[derive(Debug, Default)]
+pub(super) struct Made {
+    pub(super) ids: Vec<u32>,
+    /// Without one all is the answer.
+    pub(super) parser: Option<ReasoningParser>,
+    pub(super) answer: String,
+    pub(super) reasoning: String,
+}
+
+/// Prints what `generation` makes as it is made, and a line's end, and adds it to `made`: answers on stdout, reasoning on stderr, dimmed on a terminal.
+/// Shows how far its prompt of so many tokens has been read.
+pub(super) fn stream(generation: &mut Generation<'_>, prompt: usize, made: &mut Made) -> Outcome {
     let bar = progress(prompt as u64, "reading prompt", TOKENS_BAR);
-    let mut out = std::io::stdout().lock();
+    // The bar draws on stderr from a thread of its own: no lock is held there.
+    let (mut out, mut beside) = (std::io::stdout().lock(), std::io::stderr());
+    let dim = if beside.is_terminal() { ["\x1b[2m", "\x1b[0m"] } else { [""; 2] };
     while !generation.is_ended() {
-        match generation.poll(Duration::from_millis(50))? {
-            Some(token) => {
-                bar.finish_and_clear();
-                let written = out.write_all(token.text.as_bytes()).and_then(|()| out.flush());
-                made.push(token);
-                to_stdout(written)?;
+        let Some(token) = generation.poll(Duration::from_millis(50))? else {
+            bar.set_position(generation.prompt_done() as u64);
+            continue;
+        };
+        bar.finish_and_clear();
+        made.ids.push(token.id);
+        let said = match &mut made.parser {
+            Some(parser) => parser.push(token.id, &token.text),
+            None => Some((TurnPart::Answer, token.text.as_str())),
+        };
+        match said {
+            Some((TurnPart::Reasoning, text)) => {
+                made.reasoning.push_str(text);
+                // Nobody may be listening.
+                let _ = write!(beside, "{}{text}{}", dim[0], dim[1]).and_then(|()| beside.flush());
             }
-            None => bar.set_position(generation.prompt_done() as u64),
+            Some((TurnPart::Answer, text)) => {
+                if made.answer.is_empty() {
+                    end_line(&mut beside, &made.reasoning);
+                }
+                made.answer.push_str(text);
+                to_stdout(out.write_all(text.as_bytes()).and_then(|()| out.flush()))?;
+            }
+            None => {}
         }
     }
     bar.finish_and_clear();
+    if made.answer.is_empty() {
+        end_line(&mut beside, &made.reasoning);
+    }
     to_stdout(out.write_all(b"\n").and_then(|()| out.flush()))
+}
+
+/// Ends the line that `written` ends in, if it does in one.
+fn end_line(out: &mut impl Write, written: &str) {
+    if !written.is_empty() && !written.ends_with('\n') {
+        let _ = writeln!(out);
+    }
 }
 
 /// Says on stderr where the time went of a run that has read `prompt` tokens and made others, dimmed on a terminal.

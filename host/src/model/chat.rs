@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use minijinja::{Environment, Error, ErrorKind, UndefinedBehavior, Value};
-use serde::Serialize;
+use serde::ser::{Serialize, SerializeMap, Serializer};
 
 use super::declared::Declared;
 use super::error::ModelError;
@@ -16,18 +16,35 @@ use super::json::{Fields, read_bytes, read_value};
 use super::python;
 
 /// One turn of a conversation.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChatMessage {
     /// `system`, `user` or `assistant`.
     pub role: String,
     /// What was said.
     pub content: String,
+    /// What an assistant said to itself before it answered, if it did: templates have a place for it, or leave it out. See
+    /// [`ReasoningParser`](super::reasoning::ReasoningParser).
+    pub reasoning: Option<String>,
 }
 
 impl ChatMessage {
     /// A message of the given role.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> ChatMessage {
-        ChatMessage { role: role.into(), content: content.into() }
+        ChatMessage { role: role.into(), content: content.into(), reasoning: None }
+    }
+}
+
+impl Serialize for ChatMessage {
+    /// As templates take it, who have two names for the reasoning.
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        map.serialize_entry("role", &self.role)?;
+        map.serialize_entry("content", &self.content)?;
+        if let Some(reasoning) = &self.reasoning {
+            map.serialize_entry("reasoning_content", reasoning)?;
+            map.serialize_entry("thinking", reasoning)?;
+        }
+        map.end()
     }
 }
 
@@ -517,6 +534,10 @@ mod tests {
 
     #[test]
     fn a_templates_own_variables() {
+        let of_message =
+            "{% for m in messages %}[{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.content }}]{% endfor %}";
+        let messages = [ChatMessage { reasoning: Some("Well.".into()), ..turns()[2].clone() }, turns()[1].clone()];
+        assert_eq!(template(of_message).render(&messages).expect("renders"), "[Well.|Well.|Yes][|| Hi <b> ]");
         let template = template("{{ 'think' if enable_thinking else 'do not' }}");
         assert_eq!(template.render_with(&[], &[("enable_thinking", json!(true))]).expect("renders"), "think");
         assert_eq!(template.render(&[]).expect("renders"), "do not");

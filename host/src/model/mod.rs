@@ -30,6 +30,7 @@ pub mod llama;
 pub mod modern_bert;
 pub mod olmo;
 pub mod quantize;
+pub mod reasoning;
 pub mod sentence;
 pub mod synth;
 pub mod tokenizer;
@@ -51,6 +52,7 @@ pub use generation::GenerationConfig;
 pub(crate) use generation::{PENALTIES, is_penalty};
 pub use layout::{Role, TensorSpec};
 pub use quantize::{Quantize, Quantized};
+pub use reasoning::{ReasoningParser, TurnPart};
 pub use sentence::{Dense, Pooling, SentenceConfig};
 pub use synth::{SynthOptions, SynthSource, SynthSummary, synth};
 pub use tokenizer::{DecodeStream, Tokenizer, check_token_ids};
@@ -308,8 +310,22 @@ impl ModelFolder {
 
     /// Token ids of a conversation up to the assistant's next turn.
     pub fn encode_chat(&self, messages: &[ChatMessage]) -> Result<Vec<u32>, ModelError> {
-        let text = self.chat_template()?.render(messages)?;
+        self.encode_chat_with(messages, &[])
+    }
+
+    /// The same with variables of the template's own, such as `enable_thinking` or `reasoning_effort`.
+    pub fn encode_chat_with(
+        &self,
+        messages: &[ChatMessage],
+        variables: &[(&str, serde_json::Value)],
+    ) -> Result<Vec<u32>, ModelError> {
+        let text = self.chat_template()?.render_with(messages, variables)?;
         self.checked(self.tokenizer()?.encode_rendered(&text)?)
+    }
+
+    /// What tells reasoning from the answer in the turn that follows `prompt`.
+    pub fn reasoning_parser(&self, prompt: &[u32]) -> Result<ReasoningParser, ModelError> {
+        ReasoningParser::new(self.tokenizer()?, prompt)
     }
 
     /// Token ids of a sentence to embed: prepared as the sentence model says, after its `prompt` of this name (`None`: its default
@@ -399,7 +415,16 @@ mod tests {
 
     #[test]
     fn fixtures_open() {
-        for name in ["tiny-qwen3", "tiny-llama", "tiny-qwen2", "tiny-gpt-oss", "tiny-gpt-oss-bf16"] {
+        for name in [
+            "tiny-qwen3",
+            "tiny-llama",
+            "tiny-qwen2",
+            "tiny-gpt-oss",
+            "tiny-gpt-oss-bf16",
+            "tiny-glm4",
+            "tiny-qwen3-next",
+            "tiny-lfm2-moe",
+        ] {
             let folder = ModelFolder::open(fixture(name)).expect(name);
             assert_eq!(folder.generation().eos_token_ids, [2]);
             assert_eq!(folder.max_tokens(), folder.config().max_position_embeddings());
@@ -412,16 +437,17 @@ mod tests {
         }
     }
 
-    /// gpt-oss's experts: made when they are asked for or all at once, the same; and files that are not as the configuration says.
+    /// gpt-oss's experts, and matrices whose rows stand in another order: made when they are asked for or all at once, the same; and files that are not as the
+    /// configuration says.
     #[test]
-    fn experts_are_made_of_what_files_have() {
-        for name in ["tiny-gpt-oss", "tiny-gpt-oss-bf16"] {
+    fn tensors_are_made_of_what_files_have() {
+        for name in ["tiny-gpt-oss", "tiny-gpt-oss-bf16", "tiny-glm4", "tiny-qwen3-next"] {
             let [lazy, at_once] = [(); 2].map(|()| ModelFolder::open(fixture(name)).expect(name));
             let [lazy, at_once] = [&lazy, &at_once].map(|folder| folder.weights().expect(name));
             let (unmade, mut made) = (at_once.unmade_bytes(), 0);
             at_once.make_all(&mut |bytes| made += bytes).expect(name);
             assert!(unmade > 0 && made == unmade && at_once.unmade_bytes() == 0, "{name}: {made} of {unmade} bytes");
-            for tensor in lazy.names().filter(|tensor| tensor.contains("experts")) {
+            for tensor in lazy.names() {
                 let [one, other] = [lazy, at_once].map(|weights| weights.get(tensor).expect(tensor));
                 assert!((one.dtype, one.shape, one.bytes) == (other.dtype, other.shape, other.bytes), "{tensor}");
             }
