@@ -3,7 +3,7 @@
 use perpetua::compile::{Config, Source, compile};
 use perpetua::device::kernels::gated_linear::Gating;
 use perpetua::device::kernels::linear::Activation;
-use perpetua::device::kernels::routing::Weighting;
+use perpetua::device::kernels::routing::{Counting, Weighting};
 use perpetua::engine::Resident;
 use perpetua::exec::RunError;
 use perpetua::exec::memory::NoWeights;
@@ -490,13 +490,14 @@ fn tensors_of_no_graph_are_refused_by_name() {
     let rope = |q, k| RopeArgs { q, k, v: k, norms: None, frequencies: far, turned_pairs: 2, factor: 1.0, eps: 1e-6 };
     let experts = |gate| ExpertArgs {
         logits: far,
+        correction: None,
         gate,
         up: far,
         down: far,
         biases: None,
         residual: None,
         chosen: 1,
-        weighting: Weighting::All,
+        counting: Counting::of(Weighting::All),
         gating: Gating::default(),
     };
     let of = "operator a: tensor x55 does not exist";

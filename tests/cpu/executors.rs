@@ -19,7 +19,7 @@ use perpetua::{Device, EngineConfig};
 use perpetua_device::kernels::elementwise::{self, Function};
 use perpetua_device::kernels::gated_linear::Gating;
 use perpetua_device::kernels::linear::Activation;
-use perpetua_device::kernels::routing::Weighting;
+use perpetua_device::kernels::routing::{Counting, Weighting};
 use perpetua_device::kernels::{Elementwise, Numbered, RmsNorm, param_words};
 use perpetua_shared::control::{ALL_ROWS, Control, End, Request, Step};
 use perpetua_shared::image::BindingKind;
@@ -552,8 +552,9 @@ fn experts_are_a_stack_of_weights() {
             graph.weight_stack(name, experts, shape, DType::Bf16).unwrap()
         };
         let (gate, up, down) = (stack("*.gate", 10, [n, k]), stack("*.up", 20, [n, k]), stack("*.down", 30, [k, n]));
-        let (weighting, gating) = (Weighting::All, Gating::of(Activation::Silu as u32));
-        let args = ExpertArgs { logits, gate, up, down, biases: None, residual: None, chosen, weighting, gating };
+        let (counting, gating) = (Counting::of(Weighting::All), Gating::of(Activation::Silu as u32));
+        let (biases, residual, correction) = (None, None, None);
+        let args = ExpertArgs { logits, correction, gate, up, down, biases, residual, chosen, counting, gating };
         let y = graph.experts("experts", x, args).unwrap();
         graph.output("y", y).unwrap();
         graph.output("down", down).unwrap();

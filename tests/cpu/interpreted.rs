@@ -7,7 +7,10 @@ use perpetua::compile::Source;
 use perpetua::cuda::fake::{Fake, Options, Runs};
 use perpetua::cuda::probe::{Prober, TilesFrom};
 use perpetua::device::kernels::{
-    attention_merge, elementwise, gated_linear::Gating, linear::Activation, routing::Weighting,
+    attention_merge, elementwise,
+    gated_linear::Gating,
+    linear::Activation,
+    routing::{Counting, Weighting},
 };
 use perpetua::engine::Resident;
 use perpetua::exec::{RunError, cuda};
@@ -440,8 +443,18 @@ fn rows_of_an_expert_are_products_of_warpgroups() {
             graph.weight_stack(&format!("*.{what}"), experts, shape, dtype).expect("a stack")
         };
         let (gate, up, down) = (stack(1, [n, k]), stack(2, [n, k]), stack(3, [k, n]));
-        let (weighting, gating) = (Weighting::Chosen, Gating::of(Activation::Silu as u32));
-        let args = ExpertArgs { logits, gate, up, down, biases: None, residual: Some(x), chosen, weighting, gating };
+        let gating = Gating::of(Activation::Silu as u32);
+        // Some choose by what corrects them.
+        let (correction, counting) = match (shift == 0.0, dtype) {
+            (false, _) | (_, DType::Bf16) => (None, Counting::of(Weighting::Chosen)),
+            _ => {
+                weights.insert("correction".to_owned(), in_bytes(DType::Bf16, [1, experts], |at| wave(at, 9)));
+                let correction = graph.weight("correction", &[experts], DType::Bf16).expect("a weight");
+                (Some(correction), Counting { factor: 2.5, added: 1e-6, ..Counting::of(Weighting::Sigmoids) })
+            }
+        };
+        let residual = Some(x);
+        let args = ExpertArgs { logits, correction, gate, up, down, biases: None, residual, chosen, counting, gating };
         let y = graph.experts("experts", read, args).expect("operators");
         graph.output("y", y).unwrap();
         // Most go to the first expert where it is shifted, nobody to the last.
@@ -533,6 +546,7 @@ fn families_with_operators_of_their_own_make_the_cpus_tokens() {
         "tiny-lfm2",
         "tiny-granite4-h",
         "tiny-gpt-oss",
+        "tiny-glm4-moe",
     ] {
         let model = Model::load(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)).expect(name);
         let config = EngineConfig { max_context: Some(24), chunks: vec![4], ..EngineConfig::default() };

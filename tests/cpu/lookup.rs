@@ -216,7 +216,13 @@ fn what_cannot_be_is_refused_in_a_line() {
     assert_eq!(refused(config(16)).to_string(), "prompt lookup 16: expected 1 to 15 tokens");
     let logits = refused(EngineConfig { all_logits: true, ..config(4) });
     assert!(matches!(logits, EngineError::Purpose(_)), "{logits}");
-    let classes = ["Qwen3_5ForCausalLM", "Lfm2ForCausalLM", "GraniteMoeHybridForCausalLM"];
+    let classes = [
+        "Qwen3_5ForCausalLM",
+        "Lfm2ForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "Lfm2MoeForCausalLM",
+        "Qwen3NextForCausalLM",
+    ];
     for (name, class) in RECURRENT.into_iter().zip(classes) {
         let error = Engine::new(&fixture(name), &config(4)).unwrap_err().to_string();
         assert!(error.starts_with(class) && error.ends_with("expected no prompt lookup"), "{error}");

@@ -27,10 +27,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 sys.path.insert(0, str(Path(__file__).parent.parent / "fixtures"))
 from make_fixtures import save_mxfp4, to_mxfp4
 
-DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3", "granite", "phi3", "olmo2", "olmo3", "exaone4", "seed_oss", "ministral3"]
+DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3", "granite", "phi3", "olmo2", "olmo3", "exaone4", "seed_oss", "ministral3", "glm", "glm4", "ernie4_5"]
 # Layers pass states from row to row, most of them.
-RECURRENT = ["qwen3_5_text", "lfm2"]
+RECURRENT = ["qwen3_5_text", "qwen3_next", "lfm2", "lfm2_moe"]
 EXPERTS = ["mixtral", "granitemoe", "granitemoeshared", "granitemoehybrid", "qwen3_moe", "qwen2_moe", "olmoe", "qwen3_5_moe_text", "gpt_oss"]
+# The same, chosen by corrected sigmoids.
+BY_SIGMOID = ["lfm2_moe", "glm4_moe", "solar_open", "exaone_moe", "minimax_m2"]
 # Models that see, too, and the one in them that reads.
 HALVES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "qwen3_vl": "qwen3", "qwen2_5_vl": "qwen2", "mistral3": "mistral", "gemma3": "gemma3_text", "llava": "llama", "internvl": "qwen3"}
 ENCODERS = ["bert", "roberta", "xlm-roberta", "camembert", "modernbert"]
@@ -79,7 +81,7 @@ def text_config(r, kind):
     heads = kv_heads * r.choice([1, 2, 3, 4, 5, 7, 8])
     while heads * head_dim > 1024 and heads > kv_heads:
         heads -= kv_heads
-    has_none = ("qwen2", "qwen2_moe", *GRANITES, "phi3", "olmo2", "olmo3", "olmoe", "lfm2")
+    has_none = ("qwen2", "qwen2_moe", *GRANITES, "phi3", "olmo2", "olmo3", "olmoe", "lfm2", "lfm2_moe")
     has_head_dim = kind not in (*has_none, "llama", "mistral", "smollm3") or kind not in has_none and r.random() < 0.5
     hidden = r.choice([6, 16, 33, 48, 64, 96, 100, 128, 160, 192, 200, 256, 300]) if has_head_dim else heads * head_dim
     if kind in ("llama", "gemma3_text", "smollm3", "exaone4", *GRANITES):  # transformers wants it so
@@ -116,7 +118,7 @@ def text_config(r, kind):
     if kind in ("mixtral", *GRANITES[1:]):
         experts = r.choice([1, 2, 4, 8])
         c |= {"num_local_experts": experts, "num_experts_per_tok": r.randint(1, min(experts, 4))}
-    if kind in ("qwen3_moe", "qwen2_moe"):
+    if kind in ("qwen3_moe", "qwen2_moe", "qwen3_next"):
         experts = r.choice([1, 4, 8, 16])
         c |= {"num_experts": experts, "num_experts_per_tok": r.randint(1, min(experts, 8)), "norm_topk_prob": r.random() < 0.5}
         c |= {"moe_intermediate_size": r.choice([8, 24, 64, 100]), "decoder_sparse_step": r.choice([1, 1, 2])}
@@ -127,8 +129,8 @@ def text_config(r, kind):
     if kind in GRANITES:
         c |= {"attention_multiplier": r.choice([1 / head_dim, head_dim ** -0.5]), "embedding_multiplier": r.choice([1.0, 3.0, 12.0])}
         c |= {"residual_multiplier": r.choice([1.0, 0.22, 1.5]), "logits_scaling": r.choice([1.0, 0.5, 8.0])}
-    if kind == "qwen2_moe":
-        c |= {"shared_expert_intermediate_size": r.choice([8, 31, 64, 100]), "qkv_bias": r.random() < 0.7}
+    if kind in ("qwen2_moe", "qwen3_next"):
+        c |= {"shared_expert_intermediate_size": r.choice([8, 31, 64, 100])} | ({"qkv_bias": r.random() < 0.7} if kind == "qwen2_moe" else {})
     if kind in GRANITES[2:]:
         c["shared_intermediate_size"] = r.choice([8, 31, 64, 130])
     if kind == "granitemoehybrid":
@@ -153,7 +155,11 @@ def text_config(r, kind):
         c["rope_parameters"] = {"full_attention": rope(r, kind), "sliding_attention": rope(r, kind)}
     if kind == "exaone4" and r.random() < 0.3:
         c |= {"layer_types": ["full_attention"] * layers, "sliding_window": None}
-    if kind.startswith("qwen3_5"):
+    if kind in ("glm", "glm4"):
+        c["attention_bias"] = r.random() < 0.5
+    if kind == "ernie4_5":
+        c["use_bias"] = r.random() < 0.5
+    if kind.startswith(("qwen3_5", "qwen3_next")):
         c |= {"head_dim": r.choice([8, 16, 32, 64, 256]), "attention_bias": r.random() < 0.3, "linear_conv_kernel_dim": r.choice([2, 3, 4, 4])}
         c |= {"linear_num_key_heads": (keys := r.choice([1, 2, 3])), "linear_num_value_heads": keys * r.choice([1, 2, 3])}
         c |= {"linear_key_head_dim": r.choice([4, 16, 33, 128]), "linear_value_head_dim": r.choice([4, 15, 32, 128])}
@@ -168,9 +174,29 @@ def text_config(r, kind):
         c |= {"num_local_experts": experts, "num_experts_per_tok": r.randint(1, min(experts, 4)), "attention_bias": r.random() < 0.7}
         c |= {"swiglu_limit": r.choice([7.0, 1.0, 0.3]), "swiglu_alpha": r.choice([1.702, 1.0]), "sliding_window": r.choice([1, 5, 16, 128])}
         c |= r.choice([{}, {"layer_types": [r.choice(LAYER_TYPES) for _ in range(layers)]}])
-    if kind == "lfm2":
+    if kind in BY_SIGMOID:
+        name = {"lfm2_moe": "num_experts", "exaone_moe": "num_experts", "minimax_m2": "num_local_experts"}.get(kind, "n_routed_experts")
+        experts = r.choice([2, 4, 8, 16])
+        c |= {name: experts, "num_experts_per_tok": r.randint(1, min(experts, 8))}
+    if kind in BY_SIGMOID[:-1]:
+        c |= {"moe_intermediate_size": r.choice([8, 24, 64, 100]), "norm_topk_prob": r.random() < 0.7, "routed_scaling_factor": r.choice([1.0, 2.5])}
+    if kind in ("glm4_moe", "solar_open"):
+        c |= {"attention_bias": r.random() < 0.5, "n_shared_experts": r.choice([1, 2]), "n_group": 1, "topk_group": 1}
+    if kind == "glm4_moe":
+        c |= {"first_k_dense_replace": r.randrange(layers + 1), "use_qk_norm": r.random() < 0.5}
+    if kind == "exaone_moe":
+        c |= {"mlp_layer_types": [r.choice(["dense", "sparse"]) for _ in range(layers)]} if r.random() < 0.5 else {"first_k_dense_replace": r.randrange(layers + 1)}
+        c |= {"layer_types": [r.choice(LAYER_TYPES) for _ in range(layers)], "sliding_window": r.choice([2, 8, 16, 64]), "num_shared_experts": r.choice([1, 2])}
+    if kind in ("glm4_moe", "minimax_m2", "glm", "glm4"):
+        parts = [part for part in [1.0, 0.75, 0.5, 0.25] if int(head_dim * part) % 2 == 0 and int(head_dim * part) > 0]
+        c["rope_parameters"]["partial_rotary_factor"] = r.choice(parts)
+    if kind == "lfm2_moe":
+        c |= {"num_dense_layers": r.randrange(layers + 1), "use_expert_bias": r.random() < 0.8}
+    if kind in ("lfm2", "lfm2_moe"):
         c |= {"layer_types": [r.choice(["conv", "full_attention"]) for _ in range(layers)], "conv_L_cache": r.choice([2, 3, 3, 5]), "conv_bias": r.random() < 0.4}
-        c |= {"norm_eps": c.pop("rms_norm_eps"), "block_multiple_of": r.choice([8, 32]), "block_auto_adjust_ff_dim": r.random() < 0.5}
+        c["norm_eps"] = c.pop("rms_norm_eps")
+    if kind == "lfm2":
+        c |= {"block_multiple_of": r.choice([8, 32]), "block_auto_adjust_ff_dim": r.random() < 0.5}
         c |= {"block_ffn_dim_multiplier": r.choice([1.0, 1.3])}
     if kind == "gemma3_text":
         c |= {"query_pre_attn_scalar": r.choice([head_dim, 100, 168]), "sliding_window": r.choice([2, 8, 16, 64])}
@@ -192,8 +218,12 @@ def randomise(model, r, kind, dtype):
             elif name.endswith("A_log"):
                 p.uniform_(-3, 1)
             else:
-                p.uniform_(0.5, 1.5).sub_(int("gemma" in kind or "qwen3_5" in kind and "linear_attn.norm" not in name))
+                p.uniform_(0.5, 1.5).sub_(int("gemma" in kind or ("qwen3_5" in kind or kind == "qwen3_next") and "linear_attn.norm" not in name))
             p.copy_(p.to(dtype).float())
+        # Not trained by gradients, and so no parameters.
+        for name, correction in model.named_buffers():
+            if name.endswith(("expert_bias", "e_score_correction_bias")):
+                correction.copy_(correction.normal_(0, 0.2).to(dtype).float())
     return model.eval()
 
 
@@ -221,7 +251,7 @@ def older_keys(folder, r):
 
 
 def text(r, seed, only, run):
-    kind = r.choice(only or DECODERS + RECURRENT + EXPERTS + list(HALVES))
+    kind = r.choice(only or DECODERS + RECURRENT + EXPERTS + BY_SIGMOID[1:] + list(HALVES))
     c, dtype = text_config(r, HALVES.get(kind, kind)), r.choice(DTYPES)
     if kind in HALVES:
         if kind.startswith("qwen"):  # a position of a picture has three numbers: which pairs each turns

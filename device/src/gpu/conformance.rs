@@ -13,6 +13,7 @@ use crate::arch::{LaunchBlock, atomic, thread};
 use crate::block::Block;
 use crate::io::{self, Tensor};
 use crate::kernels::decode_attention::MAX_QUERY;
+use crate::kernels::routing::{Counting, Weighting};
 use crate::kernels::*;
 use crate::turns::records;
 use crate::worker::ImageView;
@@ -1790,6 +1791,26 @@ fn push_biases(case: &mut Case, random: &mut Random, shape: [u32; 2]) {
     }
 }
 
+/// How much experts count, in any way.
+fn counting(random: &mut Random) -> Counting {
+    let (factor, added) = ([1.0, 2.5][random.below(2) as usize], [0.0, 0.25][random.below(2) as usize]);
+    Counting { weighting: random.below(4), factor, added }
+}
+
+/// Biases of second halves, now and then, where experts may have some.
+fn push_down_bias(case: &mut Case, random: &mut Random, counting: Counting, shape: [u32; 2]) {
+    if counting.weighting == Weighting::All as u32 { case.absent() } else { case.maybe(random, &shape) }
+}
+
+/// What corrects logits that count by sigmoids, now and then; numbers of which some are equal, if they are `few`.
+fn push_correction(case: &mut Case, random: &mut Random, counting: Counting, experts: u32, few: bool) {
+    if counting.weighting < Weighting::Sigmoid as u32 || random.flip() {
+        return case.absent();
+    }
+    let dtype = random.dtype();
+    case.push(random, dtype, &[experts], |r| if few { r.below(3) as f32 / 4.0 } else { r.float() });
+}
+
 /// Of logits whose numbers are few, so that some are equal; one expert or many, all of them or a few.
 fn experts(random: &mut Random, round: usize) {
     let rows = if round.is_multiple_of(2) { 1 } else { random.one_to(4) };
@@ -1805,8 +1826,9 @@ fn experts(random: &mut Random, round: usize) {
         case.step.rows = random.one_to(rows + 1);
         case.counts = rows == 1;
     };
-    let weighting = random.below(3);
-    let params = experts_up::Params { gating: gating(random), order: 0, eps: 1e-5, weighting };
+    let counting = counting(random);
+    let params = experts_up::Params { gating: gating(random), order: 0, eps: 1e-5, counting };
+    let of_down = experts_down::Params { order: 0, counting };
     let mut case = Case::new::<ExpertsUp>(params);
     let dtype = random.dtype();
     case.floats(random, dtype, &[rows, k]);
@@ -1819,10 +1841,11 @@ fn experts(random: &mut Random, round: usize) {
     case.push(random, dtype, &[rows, chosen, n], |_| 7.0);
     case.maybe_norm(random, rows, k);
     push_biases(&mut case, random, [experts, n]);
+    push_correction(&mut case, random, counting, experts, few);
     begin(&mut case, random);
     case.judge("experts_up");
 
-    let mut case = Case::new::<ExpertsDown>(experts_down::Params { order: 0 });
+    let mut case = Case::new::<ExpertsDown>(of_down);
     let dtype = random.dtype();
     case.floats(random, dtype, &[rows, chosen, k]);
     logits(&mut case, random);
@@ -1831,7 +1854,8 @@ fn experts(random: &mut Random, round: usize) {
     case.maybe(random, &[rows, n]);
     let dtype = random.dtype();
     case.push(random, dtype, &[rows, n], |_| 7.0);
-    case.maybe(random, &[experts, n]);
+    push_down_bias(&mut case, random, counting, [experts, n]);
+    push_correction(&mut case, random, counting, experts, few);
     begin(&mut case, random);
     case.judge("experts_down");
 
@@ -1846,17 +1870,19 @@ fn experts(random: &mut Random, round: usize) {
     case.push(random, DType::F32, &[rows, chosen, n], |_| 7.0);
     case.maybe_norm(random, rows, k);
     push_biases(&mut case, random, [experts, n]);
+    push_correction(&mut case, random, counting, experts, few);
     begin(&mut case, random);
     case.judge("experts_up of whole eights");
 
     let k = 8 * random.one_to(40);
-    let mut case = Case::new::<ExpertsDown>(experts_down::Params { order: 0 });
+    let mut case = Case::new::<ExpertsDown>(of_down);
     case.push_placed(random, DType::F32, &[rows, chosen, k], Random::float, true);
     logits(&mut case, random);
     case.push_placed(random, DType::Bf16, &[experts, n, k], Random::float, true);
     case.push(random, DType::F32, &[rows, n], Random::float);
     case.push(random, DType::F32, &[rows, n], |_| 7.0);
-    case.maybe(random, &[experts, n]);
+    push_down_bias(&mut case, random, counting, [experts, n]);
+    push_correction(&mut case, random, counting, experts, few);
     begin(&mut case, random);
     case.judge("experts_down of whole eights");
 }
@@ -1876,7 +1902,8 @@ fn experts_in_fewer_bits(random: &mut Random, round: usize) {
     };
     let logits =
         |case: &mut Case, random: &mut Random| case.push(random, DType::F32, &[rows, experts], |r| 3.0 * r.float());
-    let params = experts_up::Params { gating: gating(random), order: 0, eps: 1e-5, weighting: random.below(3) };
+    let counting = counting(random);
+    let params = experts_up::Params { gating: gating(random), order: 0, eps: 1e-5, counting };
     let mut case = Case::new::<ExpertsUp>(params);
     let dtype = random.dtype();
     case.floats(random, dtype, &[rows, k]);
@@ -1887,10 +1914,11 @@ fn experts_in_fewer_bits(random: &mut Random, round: usize) {
     case.push(random, DType::F32, &[rows, chosen, n], |_| 7.0);
     case.maybe_norm(random, rows, k);
     push_biases(&mut case, random, [experts, n]);
+    push_correction(&mut case, random, counting, experts, false);
     case.step.rows = random.one_to(rows + 1);
     case.judge("experts_up with weights in fewer bits");
 
-    let mut case = Case::new::<ExpertsDown>(experts_down::Params { order: 0 });
+    let mut case = Case::new::<ExpertsDown>(experts_down::Params { order: 0, counting });
     // Long ones are several groups.
     let k = if random.below(3) == 0 { 32 * (80 + random.below(240)) } else { k };
     let n = if k > 2000 { n } else { n * random.one_to(8) };
@@ -1900,7 +1928,8 @@ fn experts_in_fewer_bits(random: &mut Random, round: usize) {
     case.push_packed(random, weights, &[experts, n, k]);
     case.maybe(random, &[rows, n]);
     case.push(random, DType::F32, &[rows, n], |_| 7.0);
-    case.maybe(random, &[experts, n]);
+    push_down_bias(&mut case, random, counting, [experts, n]);
+    push_correction(&mut case, random, counting, experts, false);
     case.step.rows = random.one_to(rows + 1);
     case.judge("experts_down with weights in fewer bits");
 }
@@ -1922,23 +1951,24 @@ fn experts_rows_need_no_whole_lines() {
             assert!(k < 2880 || case.report.bytes_read < 3 * elems, "{what}: {elems}, {:?}", case.report);
         };
         let gating = gated_linear::Gating::of(1);
-        let mut case = Case::new::<ExpertsUp>(experts_up::Params { gating, order: 0, eps: 1e-5, weighting: 1 });
+        let counting = Counting::of(Weighting::Chosen);
+        let mut case = Case::new::<ExpertsUp>(experts_up::Params { gating, order: 0, eps: 1e-5, counting });
         case.push_placed(&mut random, DType::F32, &[1, k], Random::float, true);
         logits(&mut case, &mut random);
         case.push_packed(&mut random, weights, &[experts, n, k]);
         case.push_packed(&mut random, weights, &[experts, n, k]);
         case.push(&mut random, DType::F32, &[1, chosen, n], |_| 7.0);
         case.floats(&mut random, DType::F32, &[k]);
-        (0..2).for_each(|_| case.absent());
+        (0..3).for_each(|_| case.absent());
         judge(case, 2, "experts_up");
 
-        let mut case = Case::new::<ExpertsDown>(experts_down::Params { order: 0 });
+        let mut case = Case::new::<ExpertsDown>(experts_down::Params { order: 0, counting });
         case.push_placed(&mut random, DType::F32, &[1, chosen, k], Random::float, true);
         logits(&mut case, &mut random);
         case.push_packed(&mut random, weights, &[experts, n, k]);
         case.floats(&mut random, DType::F32, &[1, n]);
         case.push(&mut random, DType::F32, &[1, n], |_| 7.0);
-        case.absent();
+        (0..2).for_each(|_| case.absent());
         judge(case, 1, "experts_down");
     }
 }
@@ -1948,11 +1978,12 @@ fn routes_and_slots(random: &mut Random, round: usize) {
     let rows = random.one_to(6);
     let experts = [1, 3, 8, 130][random.below(4) as usize];
     let chosen = random.one_to(experts.min(9));
-    let mut case = Case::new::<ExpertRoutes>(expert_routes::Params { weighting: random.below(3) });
-    let few = random.flip();
+    let (counting, few) = (counting(random), random.flip());
+    let mut case = Case::new::<ExpertRoutes>(expert_routes::Params { counting });
     case.push(random, DType::F32, &[rows, experts], |r| if few { r.below(4) as f32 } else { 3.0 * r.float() });
     case.push(random, DType::I32, &[rows, chosen], |_| 7.0);
     case.push(random, DType::F32, &[rows, chosen], |_| 7.0);
+    push_correction(&mut case, random, counting, experts, few);
     case.step.rows = random.one_to(rows + 1);
     case.judge("expert_routes");
 

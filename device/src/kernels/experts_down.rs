@@ -1,16 +1,18 @@
-//! y[r] = residual[r] + the sum over slots s of x[r, s] . w[e]^T + weight * bias[e], where e is the expert that row r goes to through slot s, and weight
-//! is how much it counts among those chosen (see [`routing`]): the second half of a mixture of experts, whose first half has weighted what they made. x:
-//! [rows, slots, k]; logits: [rows, experts] f32; w: [experts, n, k]; bias: [experts, n]; residual, y: [rows, n]; f32 accumulation. Reads the weights of the experts that rows go to,
-//! once. (MPK: `MOE_W2_LINEAR` and `MOE_MUL_SUM_ADD`.)
+//! y[r] = residual[r] + the sum over slots s of x[r, s] . w[e]^T + weight * bias[e], where e is the expert that row r goes to through slot s, and
+//! weight is how much it counts (see [`routing`]): the second half of a mixture of experts, whose first half has weighted what they made. x: [rows,
+//! slots, k]; logits: [rows, experts] f32; correction: [experts]; w: [experts, n, k]; bias: [experts, n]; residual, y: [rows, n]; f32 accumulation.
+//! Reads the weights of the experts that rows go to, once. (MPK: `MOE_W2_LINEAR` and `MOE_MUL_SUM_ADD`.)
 
 #[cfg(not(target_arch = "nvptx64"))]
 use super::linear::Order;
-use super::routing::{Found, Weighting};
+use super::routing::{Counting, Found, Weighting};
 use super::*;
 use crate::arch::scalar::fma;
 use crate::gpu::packed::{Eight, Four};
 use crate::gpu::rows::dot_of_parts;
 use crate::gpu::thin::afar;
+#[cfg(not(target_arch = "nvptx64"))]
+use half::bf16;
 #[cfg(not(target_arch = "nvptx64"))]
 use perpetua_shared::DType;
 
@@ -24,6 +26,8 @@ pub struct ExpertsDown;
 pub struct Params {
     /// An [`Order`](super::linear::Order).
     pub order: u32,
+    /// How much experts count, as in the first half.
+    pub counting: Counting,
 }
 
 slots! {
@@ -33,6 +37,7 @@ slots! {
     RESIDUAL: optional "residual",
     Y: write "y",
     BIAS: optional "bias",
+    CORRECTION: optional "correction",
 }
 
 // As in the other products, where a row is staged.
@@ -48,7 +53,8 @@ impl MacroKernel for ExpertsDown {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
-        let [x, logits, w, residual, y, bias] = io else { unreachable!("slots were counted") };
+        let [x, logits, w, residual, y, bias, correction] = io else { unreachable!("slots were counted") };
+        p.counting.check(correction)?;
         if Order::from_u32(p.order).is_none() {
             return Err(format!("order of summation {} is unknown", p.order));
         }
@@ -58,10 +64,13 @@ impl MacroKernel for ExpertsDown {
             rules::unit_stride(name, operand)?;
         }
         let [rows, chosen, k, _] = x.extent;
-        routing::check(logits, rows, chosen)?;
+        routing::check(logits, correction, rows, chosen)?;
         routing::weights("w", w, logits.extent[1])?;
         rules::extent("w", w, 2, k)?;
         routing::bias("bias", bias, w)?;
+        if bias.is_present() && p.counting.weighting() == Weighting::All {
+            return Err("`bias` stands beside experts that count by parts of all, expected of those chosen".to_owned());
+        }
         rules::flagged_in(&[("residual", residual), ("y", y)], rows)?;
         for (name, operand) in [("residual", residual), ("y", y)] {
             rules::extent(name, operand, 0, rows)?;
@@ -71,15 +80,16 @@ impl MacroKernel for ExpertsDown {
     }
 
     fn cost(_: &Params, io: &[Operand]) -> Cost {
-        let [x, _, w, _, _, bias] = io else { return Cost::default() };
+        let [x, _, w, _, _, bias, _] = io else { return Cost::default() };
         routing::cost(&[w, bias], x.extent[0], x.extent[1], default_cost(Self::SLOTS, io))
     }
 
     #[cfg(not(target_arch = "nvptx64"))]
-    fn reference(_: &Params, call: &Call<'_>) -> Result<(), Fault> {
-        let [x, logits, w, residual, y, bias] = core::array::from_fn(|i| call.tensor(i));
+    fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
+        let [x, logits, w, residual, y, bias, correction] = core::array::from_fn(|i| call.tensor(i));
         let mut routes = Vec::new();
-        routing::routes_of(&logits, call.rows(slot::X), x.extent(1), Weighting::Chosen, &mut routes);
+        let router = routing::Router { logits, correction, counting: p.counting };
+        router.routes(call.rows(slot::X), x.extent(1), &mut routes);
         for r in 0..call.rows(slot::X) {
             for n in 0..w.extent(1) {
                 let own = routes.iter().filter(|route| route.row == r);
@@ -97,7 +107,7 @@ impl MacroKernel for ExpertsDown {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
-        let [x, logits, w, residual, y, bias] = core::array::from_fn(|i| call.tensor(i));
+        let [x, logits, w, residual, y, bias, correction] = core::array::from_fn(|i| call.tensor(i));
         let is_float = |tensor: &crate::io::Tensor| !tensor.is_present() || tensor.dtype() == DType::F32;
         if ![x, residual, y].iter().all(is_float) {
             return Self::reference(p, call);
@@ -117,13 +127,18 @@ impl MacroKernel for ExpertsDown {
         let put = |route: &routing::Route, made: &[f32]| {
             let y = y.slice_mut::<f32, 2>([route.row, 0], made.len());
             y.iter_mut().zip(made).for_each(|(y, made)| *y += made);
-            if bias.is_present() {
+            // As files have them: not an element at a time.
+            if bias.is_present() && bias.dtype() == DType::Bf16 {
+                let bias = bias.slice::<bf16, 2>([route.expert, 0], made.len());
+                y.iter_mut().zip(bias).for_each(|(y, bias)| *y += route.weight * bias.to_f32());
+            } else if bias.is_present() {
                 let bias = (0..made.len()).map(|n| bias.get([route.expert, n]));
                 y.iter_mut().zip(bias).for_each(|(y, bias)| *y += route.weight * bias);
             }
         };
         let shape = [x.extent(0), x.extent(2), n];
-        let routed = routing::Routed { logits, chosen: x.extent(1), weighting: Weighting::Chosen, shape };
+        let router = routing::Router { logits, correction, counting: p.counting };
+        let routed = routing::Routed { router, chosen: x.extent(1), shape };
         routed.each_expert(call, scratch, take, put, |expert, [x, y], call, scratch| {
             use linear::slot::{W, X, Y};
             let mut tensors = [crate::io::Tensor::ABSENT; Linear::SLOTS.len()];
@@ -132,13 +147,14 @@ impl MacroKernel for ExpertsDown {
         })
     }
 
-    unsafe fn gpu(_: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+    unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: as in `experts_up`; a thread reads the residual where it writes, so `y` may lie on it.
         unsafe {
             let (rows, chosen) = (call.rows(&call.tensor(slot::X)), call.tensor(slot::X).extent(1));
             let mut r = 0;
             while r < rows {
-                let found = Found::choose(call, block, slot::LOGITS, r, chosen, Weighting::Chosen);
+                let found =
+                    Found::choose::<false>(call, block, [slot::LOGITS, slot::CORRECTION], r, chosen, p.counting);
                 if rows == 1 || rows * chosen <= call.tensor(slot::LOGITS).extent(1) {
                     found.ask(call, block, slot::W, chosen);
                 }

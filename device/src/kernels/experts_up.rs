@@ -1,12 +1,13 @@
 //! y[r, s] = weight * act(x[r] . gate[e]^T + gate_bias[e]) * (x[r] . up[e]^T + up_bias[e]), where e is the expert that row r goes to through slot
-//! s, and weight is how much it counts (see [`routing`]): the first half of a mixture of experts. It may be gated otherwise: see [`Gating`]. x: [rows,
-//! k]; logits: [rows, experts] f32; gate, up: [experts, n, k]; gate_bias, up_bias: [experts, n]; y: [rows, slots, n]; f32 accumulation. Reads the weights of the experts that rows go to, once. With `norm`, [k], x, one
-//! row, is first normalised, as in [`linear`](super::linear). (MPK: `MOE_W13_LINEAR`, its gate and its up.)
+//! s, and weight is how much it counts (see [`routing`]): the first half of a mixture of experts. It may be gated otherwise: see [`Gating`]. x:
+//! [rows, k]; logits: [rows, experts] f32; correction: [experts]; gate, up: [experts, n, k]; gate_bias, up_bias: [experts, n]; y: [rows, slots,
+//! n]; f32 accumulation. Reads the weights of the experts that rows go to, once. With `norm`, [k], x, one row, is first normalised, as in
+//! [`linear`](super::linear). (MPK: `MOE_W13_LINEAR`, its gate and its up.)
 
 use super::gated_linear::Gating;
 #[cfg(not(target_arch = "nvptx64"))]
 use super::linear::Order;
-use super::routing::{Found, Weighting};
+use super::routing::{Counting, Found};
 use super::*;
 use crate::gpu::math::gate;
 use crate::gpu::rows::{Staging, Vector, two_dots};
@@ -28,8 +29,8 @@ pub struct Params {
     pub order: u32,
     /// Added to the mean square of x, where it is normalised.
     pub eps: f32,
-    /// A [`Weighting`].
-    pub weighting: u32,
+    /// How much experts count.
+    pub counting: Counting,
 }
 
 slots! {
@@ -41,6 +42,7 @@ slots! {
     NORM: optional "norm",
     GATE_BIAS: optional "gate_bias",
     UP_BIAS: optional "up_bias",
+    CORRECTION: optional "correction",
 }
 
 // As in the other products, where a row is staged.
@@ -56,19 +58,21 @@ impl MacroKernel for ExpertsUp {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
-        let [x, logits, gate, up, y, norm, gate_bias, up_bias] = io else { unreachable!("slots were counted") };
+        let [x, logits, gate, up, y, norm, gate_bias, up_bias, correction] = io else {
+            unreachable!("slots were counted")
+        };
         p.gating.check()?;
         if Order::from_u32(p.order).is_none() {
             return Err(format!("order of summation {} is unknown", p.order));
         }
-        Weighting::check(p.weighting)?;
+        p.counting.check(correction)?;
         for (name, operand, rank) in [("x", x, 2), ("y", y, 3)] {
             rules::dtype(name, operand, &rules::FLOATS)?;
             rules::rank(name, operand, rank)?;
             rules::unit_stride(name, operand)?;
         }
         let [rows, k, ..] = x.extent;
-        routing::check(logits, rows, y.extent[1])?;
+        routing::check(logits, correction, rows, y.extent[1])?;
         for (name, weights) in [("gate", gate), ("up", up)] {
             routing::weights(name, weights, logits.extent[1])?;
             rules::extent(name, weights, 2, k)?;
@@ -89,15 +93,16 @@ impl MacroKernel for ExpertsUp {
     }
 
     fn cost(_: &Params, io: &[Operand]) -> Cost {
-        let [x, _, gate, up, y, _, gate_bias, up_bias] = io else { return Cost::default() };
+        let [x, _, gate, up, y, _, gate_bias, up_bias, _] = io else { return Cost::default() };
         routing::cost(&[gate, up, gate_bias, up_bias], x.extent[0], y.extent[1], default_cost(Self::SLOTS, io))
     }
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
-        let [x, logits, gate, up, y, norm, gate_bias, up_bias] = core::array::from_fn(|i| call.tensor(i));
+        let [x, logits, gate, up, y, norm, gate_bias, up_bias, correction] = core::array::from_fn(|i| call.tensor(i));
         let mut routes = Vec::new();
-        routing::routes_of(&logits, call.rows(slot::X), y.extent(1), Weighting::of(p.weighting), &mut routes);
+        let router = routing::Router { logits, correction, counting: p.counting };
+        router.routes(call.rows(slot::X), y.extent(1), &mut routes);
         for route in routes {
             let x = rms_norm::row(&x, route.row, &norm, p.eps, false);
             let of = |w: &crate::io::Tensor, bias: &crate::io::Tensor, n: usize| -> f32 {
@@ -116,7 +121,8 @@ impl MacroKernel for ExpertsUp {
     fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
         let [x, logits, gate, up, y] = core::array::from_fn(|i| call.tensor(i));
         let params = gated_linear::Params { order: p.order, ..Default::default() };
-        let [gate_bias, up_bias] = [slot::GATE_BIAS, slot::UP_BIAS].map(|slot| call.tensor(slot));
+        let [gate_bias, up_bias, correction] =
+            [slot::GATE_BIAS, slot::UP_BIAS, slot::CORRECTION].map(|slot| call.tensor(slot));
         let take = |route: &routing::Route, from: &mut [f32]| from.copy_from_slice(x.slice([route.row, 0], from.len()));
         let put = |route: &routing::Route, made: &[f32]| {
             let y = y.slice_mut::<f32, 3>([route.row, route.slot, 0], made.len());
@@ -127,7 +133,8 @@ impl MacroKernel for ExpertsUp {
             return Self::reference(p, call);
         }
         let shape = [x.extent(0), x.extent(1), gate.extent(1)];
-        let routed = routing::Routed { logits, chosen: y.extent(1), weighting: Weighting::of(p.weighting), shape };
+        let router = routing::Router { logits, correction, counting: p.counting };
+        let routed = routing::Routed { router, chosen: y.extent(1), shape };
         routed.each_expert(call, scratch, take, put, |expert, [x, y], call, scratch| {
             use gated_linear::slot::{GATE, GATE_BIAS, UP, UP_BIAS, X, Y};
             let mut tensors = [crate::io::Tensor::ABSENT; GatedLinear::SLOTS.len()];
@@ -159,7 +166,7 @@ impl MacroKernel for ExpertsUp {
             }
             let mut r = 0;
             while r < rows {
-                let found = Found::choose(call, block, slot::LOGITS, r, chosen, Weighting::of(p.weighting));
+                let found = Found::choose::<true>(call, block, [slot::LOGITS, slot::CORRECTION], r, chosen, p.counting);
                 // Where most rows go to experts of their own: else they have been asked for.
                 if rows == 1 || rows * chosen <= call.tensor(slot::LOGITS).extent(1) {
                     found.ask(call, block, slot::GATE, chosen);

@@ -2,8 +2,9 @@
 //! [`ExpertsDown`](super::ExpertsDown) find out of a row's logits, every task for itself, since that takes less than to wait for
 //! one who would tell it.
 //!
-//! Chosen are the experts with the largest logits, ties to the lower number. Slot 0 is the best one's. How much an expert counts its
-//! logit says, by itself or beside others: [`Weighting`]. (MPK: `MOE_TOPK_SOFTMAX`.)
+//! Chosen are the experts with the largest logits, ties to the lower number; or, where there is a correction, `[experts]`, those whose logit's
+//! sigmoid and correction are the largest sum (DeepSeek-V3's way to even out how often each is chosen). Slot 0 is the best one's. How much an
+//! expert counts its logit says, by itself or beside others: [`Counting`]. (MPK: `MOE_TOPK_SOFTMAX`, `MOE_TOPK_SIGMOID`.)
 
 use super::{Cost, MAX_NORMED, product, total};
 #[cfg(not(target_arch = "nvptx64"))]
@@ -36,6 +37,8 @@ pub enum Weighting {
     Chosen = 1,
     /// Its logit's sigmoid.
     Sigmoid = 2,
+    /// Its part of the sum of those of the experts chosen.
+    Sigmoids = 3,
 }
 
 impl Weighting {
@@ -45,26 +48,57 @@ impl Weighting {
             0 => Some(Weighting::All),
             1 => Some(Weighting::Chosen),
             2 => Some(Weighting::Sigmoid),
+            3 => Some(Weighting::Sigmoids),
             _ => None,
         }
     }
 
-    /// That of a task's parameters.
-    pub(crate) fn of(number: u32) -> Weighting {
-        // `check` has seen that there is one.
-        Weighting::from_u32(number).unwrap_or(Weighting::All)
-    }
-
-    /// Judges a parameter.
-    #[cfg(not(target_arch = "nvptx64"))]
-    pub(crate) fn check(number: u32) -> Result<(), Violation> {
-        Weighting::from_u32(number).map(|_| ()).ok_or_else(|| format!("weighting {number} is unknown"))
+    /// Whether it is by sigmoids, which a correction may stand beside.
+    pub const fn is_of_sigmoids(self) -> bool {
+        matches!(self, Weighting::Sigmoid | Weighting::Sigmoids)
     }
 }
 
-/// Judges `logits`, `[rows, experts]`, of which rows go to `chosen`.
+/// How much experts count, as a task's parameters have it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct Counting {
+    /// A [`Weighting`].
+    pub weighting: u32,
+    /// What all that is multiplied with.
+    pub factor: f32,
+    /// What is added to the sum that they are parts of, if they are of one.
+    pub added: f32,
+}
+
+impl Counting {
+    /// By `weighting` alone.
+    pub const fn of(weighting: Weighting) -> Counting {
+        Counting { weighting: weighting as u32, factor: 1.0, added: 0.0 }
+    }
+
+    /// Its weighting.
+    pub(crate) fn weighting(self) -> Weighting {
+        // `check` has seen that there is one.
+        Weighting::from_u32(self.weighting).unwrap_or(Weighting::All)
+    }
+
+    /// Judges it, beside a correction if that is present.
+    #[cfg(not(target_arch = "nvptx64"))]
+    pub(crate) fn check(self, correction: &Operand) -> Result<(), Violation> {
+        let Some(weighting) = Weighting::from_u32(self.weighting) else {
+            return Err(format!("weighting {} is unknown", self.weighting));
+        };
+        if correction.is_present() && !weighting.is_of_sigmoids() {
+            return Err(format!("`correction` stands beside logits that count as {weighting:?}, expected by sigmoids"));
+        }
+        Ok(())
+    }
+}
+
+/// Judges `logits`, `[rows, experts]`, of which rows go to `chosen`, and what corrects them, `[experts]`, if that is present.
 #[cfg(not(target_arch = "nvptx64"))]
-pub(crate) fn check(logits: &Operand, rows: u32, chosen: u32) -> Result<(), Violation> {
+pub(crate) fn check(logits: &Operand, correction: &Operand, rows: u32, chosen: u32) -> Result<(), Violation> {
     rules::dtype("logits", logits, &[DType::F32])?;
     rules::rank("logits", logits, 2)?;
     rules::unit_stride("logits", logits)?;
@@ -75,6 +109,12 @@ pub(crate) fn check(logits: &Operand, rows: u32, chosen: u32) -> Result<(), Viol
         return Err(format!(
             "{chosen} of {experts} experts, expected from 1 to {MAX_CHOSEN} of at most {MAX_EXPERTS}, and of those there are"
         ));
+    }
+    if correction.is_present() {
+        rules::dtype("correction", correction, &rules::FLOATS)?;
+        rules::rank("correction", correction, 1)?;
+        rules::unit_stride("correction", correction)?;
+        rules::extent("correction", correction, 0, experts)?;
     }
     Ok(())
 }
@@ -104,44 +144,80 @@ pub(crate) fn bias(name: &str, operand: &Operand, weights: &Operand) -> Result<(
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Chosen {
     pub(crate) expert: usize,
+    /// What it was chosen for: the largest are.
+    score: f32,
     /// Its logit.
     logit: f32,
     /// How much it counts.
     pub(crate) weight: f32,
 }
 
-/// The experts that row `row` of `logits` goes to, as many as `out` has slots. A logit that is no number is less than any other.
+/// What a row's experts are found out of.
 #[cfg(not(target_arch = "nvptx64"))]
-pub(crate) fn choose(logits: &io::Tensor, row: usize, weighting: Weighting, out: &mut [Chosen]) {
-    let experts = logits.extent(1);
-    let all = logits.slice::<f32, 2>([row, 0], experts);
-    let mut found = 0;
-    for (expert, logit) in all.iter().enumerate() {
-        let logit = if logit.is_nan() { f32::NEG_INFINITY } else { *logit };
-        // Slots before `at` hold what is no less.
-        let mut at = found;
-        while at > 0 && out[at - 1].logit < logit {
-            at -= 1;
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Router {
+    /// `[rows, experts]`.
+    pub(crate) logits: io::Tensor,
+    /// `[experts]`, if it is present.
+    pub(crate) correction: io::Tensor,
+    /// How much experts count.
+    pub(crate) counting: Counting,
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+impl Router {
+    /// The experts that row `row` goes to, as many as `out` has slots. What is no number is less than any other.
+    fn choose(&self, row: usize, out: &mut [Chosen]) {
+        let sigmoid = |logit: f32| 1.0 / (1.0 + (-logit).exp());
+        let all = self.logits.slice::<f32, 2>([row, 0], self.logits.extent(1));
+        let is_corrected = self.correction.is_present();
+        let mut found = 0;
+        for (expert, logit) in all.iter().enumerate() {
+            let score = if is_corrected { sigmoid(*logit) + self.correction.get([expert]) } else { *logit };
+            let score = if score.is_nan() { f32::NEG_INFINITY } else { score };
+            // Slots before `at` hold what is no less.
+            let mut at = found;
+            while at > 0 && out[at - 1].score < score {
+                at -= 1;
+            }
+            if at == out.len() {
+                continue;
+            }
+            found = (found + 1).min(out.len());
+            out[at..found].rotate_right(1);
+            let logit = if logit.is_nan() { f32::NEG_INFINITY } else { *logit };
+            out[at] = Chosen { expert, score, logit, weight: 0.0 };
         }
-        if at == out.len() {
-            continue;
+        let (best, weighting) = (out[0].logit, self.counting.weighting());
+        let part = |logit: f32| if weighting.is_of_sigmoids() { sigmoid(logit) } else { (logit - best).exp() };
+        let added = self.counting.added;
+        let whole = match weighting {
+            Weighting::All => all.iter().map(|logit| part(*logit)).sum::<f32>() + added,
+            Weighting::Chosen | Weighting::Sigmoids => out.iter().map(|chosen| part(chosen.logit)).sum::<f32>() + added,
+            Weighting::Sigmoid => 1.0,
+        };
+        for chosen in out {
+            chosen.weight = part(chosen.logit) / whole * self.counting.factor;
         }
-        found = (found + 1).min(out.len());
-        out[at..found].rotate_right(1);
-        out[at] = Chosen { expert, logit, weight: 0.0 };
     }
-    let best = out[0].logit;
-    let part = |logit: f32| (logit - best).exp();
-    let total: f32 = match weighting {
-        Weighting::All => all.iter().map(|logit| part(*logit)).sum(),
-        Weighting::Chosen => out.iter().map(|chosen| part(chosen.logit)).sum(),
-        Weighting::Sigmoid => {
-            out.iter_mut().for_each(|chosen| chosen.weight = 1.0 / (1.0 + (-chosen.logit).exp()));
-            return;
+
+    /// Where `rows` rows go, `chosen` ways each, an expert's after the other's: in this order CPU bodies add up, whatever rows there are beside
+    /// one.
+    pub(crate) fn routes(&self, rows: usize, chosen: usize, out: &mut Vec<Route>) {
+        let mut found = [Chosen::default(); MAX_CHOSEN as usize];
+        let found = &mut found[..chosen];
+        out.clear();
+        for row in 0..rows {
+            self.choose(row, found);
+            let slots = found.iter().enumerate();
+            out.extend(slots.map(|(slot, Chosen { expert, weight, .. })| Route {
+                expert: *expert,
+                row,
+                slot,
+                weight: *weight,
+            }));
         }
-    };
-    for chosen in out {
-        chosen.weight = part(chosen.logit) / total;
+        out.sort_unstable_by_key(|route| (route.expert, route.row));
     }
 }
 
@@ -155,34 +231,13 @@ pub(crate) struct Route {
     pub(crate) weight: f32,
 }
 
-/// Where `rows` rows of `logits` go, `chosen` ways each, an expert's after the other's: in this order CPU bodies add up, whatever rows there
-/// are beside one.
-#[cfg(not(target_arch = "nvptx64"))]
-pub(crate) fn routes_of(logits: &io::Tensor, rows: usize, chosen: usize, weighting: Weighting, out: &mut Vec<Route>) {
-    let mut found = [Chosen::default(); MAX_CHOSEN as usize];
-    let found = &mut found[..chosen];
-    out.clear();
-    for row in 0..rows {
-        choose(logits, row, weighting, found);
-        let slots = found.iter().enumerate();
-        out.extend(slots.map(|(slot, Chosen { expert, weight, .. })| Route {
-            expert: *expert,
-            row,
-            slot,
-            weight: *weight,
-        }));
-    }
-    out.sort_unstable_by_key(|route| (route.expert, route.row));
-}
-
 /// Rows that go to experts, as CPU bodies compute them: an expert's rows together, as one product.
 #[cfg(not(target_arch = "nvptx64"))]
 #[derive(Debug)]
 pub(crate) struct Routed {
-    pub(crate) logits: io::Tensor,
+    pub(crate) router: Router,
     /// Experts a row goes to.
     pub(crate) chosen: usize,
-    pub(crate) weighting: Weighting,
     /// Rows of a pass at most, elements that an expert takes of each, and elements that it makes.
     pub(crate) shape: [usize; 3],
 }
@@ -205,7 +260,7 @@ impl Routed {
         let [rows, k, n] = self.shape;
         // The products have scratch memory of their own.
         let (mut routes, mut memory) = (core::mem::take(&mut scratch.routes), core::mem::take(&mut scratch.gathered));
-        routes_of(&self.logits, call.rows(linear::slot::X), self.chosen, self.weighting, &mut routes);
+        self.router.routes(call.rows(linear::slot::X), self.chosen, &mut routes);
         if memory.len() < rows * (k + n) {
             memory.resize(rows * (k + n), 0.0);
         }
@@ -263,107 +318,134 @@ pub(crate) fn cost(of_experts: &[&Operand], rows: u32, chosen: u32, all: Cost) -
     cost
 }
 
-/// A whole number, more than 0, that is the greater the greater `logit` is; what is no number is less than any, and both zeros are one.
-fn order_of(logit: f32) -> u32 {
-    let logit = if logit >= f32::NEG_INFINITY { logit + 0.0 } else { f32::NEG_INFINITY };
-    let bits = logit.to_bits();
+/// A whole number, more than 0, that is the greater the greater `score` is; what is no number is less than any, and both zeros are one.
+fn order_of(score: f32) -> u32 {
+    let score = if score >= f32::NEG_INFINITY { score + 0.0 } else { f32::NEG_INFINITY };
+    let bits = score.to_bits();
     bits ^ ((bits as i32 >> 31) as u32 | 1 << 31)
 }
 
-/// The logit that it is of.
+/// The score that it is of.
 fn of_order(order: u32) -> f32 {
     f32::from_bits(order ^ ((!(order as i32) >> 31) as u32 | 1 << 31))
+}
+
+/// 1 / (1 + exp(-x)).
+fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
 }
 
 /// What a block has found for one row, in shared memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Found;
 
-/// Where it is, behind whatever row has been staged: how much the experts count, which they are, a word each, and before these the logits.
+/// Where it is, behind whatever row has been staged: how much the experts count, which they are, and, where these are corrected, their logits, a word each.
+/// Before them stand all scores, in their order.
 const WEIGHTS: u32 = shared::KEPT - MAX_CHOSEN;
 const EXPERTS: u32 = WEIGHTS - MAX_CHOSEN;
+const LOGITS: u32 = EXPERTS - MAX_CHOSEN;
 
 /// Words of shared memory before this are nobody's once the experts have been found.
 pub(crate) const FREE_END: u32 = EXPERTS;
 
 /// Elements of a row that a task may stage where there are `experts` logits.
 pub const fn most_staged(experts: u32) -> u32 {
-    let left = (EXPERTS - STAGE).saturating_sub(experts.next_multiple_of(4));
+    let left = (LOGITS - STAGE).saturating_sub(experts.next_multiple_of(4));
     if left < MAX_NORMED { left } else { MAX_NORMED }
 }
 
-const _: () = assert!(EXPERTS.is_multiple_of(4) && most_staged(128) == MAX_NORMED && most_staged(MAX_EXPERTS) > 0);
+const _: () = assert!(LOGITS.is_multiple_of(4) && most_staged(128) == MAX_NORMED && most_staged(MAX_EXPERTS) > 0);
 
 impl Found {
-    /// Finds the `chosen` experts that row `row` of operand `operand`, the logits, goes to. A thread compares an expert with all others: that
-    /// is one way through the logits for all, where one choice after another would be `chosen` with a barrier each.
+    /// Finds the `chosen` experts that row `row` of the logits goes to, which `operands` has beside what corrects them. A thread compares an expert
+    /// with all others: that is one way through the scores for all, where one choice after another would be `chosen` with a barrier each.
     ///
     /// # Safety
-    /// Every thread of the block makes this same call, and none reads what was found before any more; the operand is what [`check`] wants.
-    pub(crate) unsafe fn choose(
+    /// Every thread of the block makes this same call, and none reads what was found before any more; the operands are what [`check`] wants.
+    /// Of [`Weighting::All`] there are no weights unless `OF_ALL`: nobody has code for it who needs none.
+    pub(crate) unsafe fn choose<const OF_ALL: bool>(
         call: &gpu::Call<'_>,
         block: &Block,
-        operand: usize,
+        [logits, correction]: [usize; 2],
         row: u32,
         chosen: u32,
-        weighting: Weighting,
+        counting: Counting,
     ) -> Found {
-        // SAFETY: the operand is there (caller).
-        let experts = unsafe { call.tensor(operand) }.extent(1);
-        let logits = EXPERTS - experts.next_multiple_of(4);
+        // SAFETY: the operands are there (caller).
+        let (experts, is_corrected) = unsafe { (call.tensor(logits).extent(1), call.tensor(correction).is_present()) };
+        let words = experts.next_multiple_of(4);
+        let orders = LOGITS - words;
         // SAFETY: a thread writes its own words, and those of the slots that no other expert has; barriers stand between writers and
         // readers.
         unsafe {
-            let logit = |at: u32| of_order(shared::load(logits + at));
+            let all = call.tensor(logits);
+            let ask = |expert: u32| call.ask(&all, [row, expert]);
+            let told = |expert: u32, asked: u32| call.told(logits, &all, [row, expert], asked);
+            // The first of a thread's own, which few have a second of.
+            let mut first = 0.0;
             // In fours, the last of which are filled up with what is less than any.
-            for at in block.mine(experts.next_multiple_of(4)) {
+            for at in block.mine(words) {
                 let mut order = 0;
                 if at < experts {
-                    let (all, at) = (call.tensor(operand), [row, at]);
-                    order = order_of(call.told(operand, &all, at, call.ask(&all, at)));
+                    let asked = ask(at);
+                    let beside = if is_corrected { call.tensor(correction).get([at]) } else { 0.0 };
+                    let own = told(at, asked);
+                    if at == block.thread {
+                        first = own;
+                    }
+                    order = order_of(if is_corrected { sigmoid(own) + beside } else { own });
                 }
-                shared::store(logits + at, order);
+                shared::store(orders + at, order);
             }
             block.sync();
             for at in block.mine(experts) {
-                let own = shared::load(logits + at);
+                let own = shared::load(orders + at);
                 let (mut better, mut other) = (0, 0);
                 while other < experts {
-                    let [a, b, c, d] = shared::load16(logits + other);
+                    let [a, b, c, d] = shared::load16(orders + other);
                     // Of those before it equal ones are better, too.
                     let least = own - u32::from(other + 4 <= at);
                     better += u32::from(a > least) + u32::from(b > least);
                     better += u32::from(c > least) + u32::from(d > least);
                     other += 4;
                 }
-                let [a, b, c, _] = shared::load16(logits + at / 4 * 4);
+                let [a, b, c, _] = shared::load16(orders + at / 4 * 4);
                 let is_equal = |one: u32, place: u32| u32::from(one == own) & u32::from(at % 4 > place);
                 better += is_equal(a, 0) + is_equal(b, 1) + is_equal(c, 2);
                 if better < chosen {
                     shared::store(EXPERTS + better, at);
+                    if is_corrected {
+                        let own = if at == block.thread { first } else { told(at, ask(at)) };
+                        let own = if own >= f32::NEG_INFINITY { own } else { f32::NEG_INFINITY };
+                        shared::store(LOGITS + better, own.to_bits());
+                    }
                 }
             }
             block.sync();
-            let best = logit(shared::load(EXPERTS));
+            let of_expert = |expert: u32| of_order(shared::load(orders + expert));
+            let of_slot = |slot: u32| match is_corrected {
+                true => f32::from_bits(shared::load(LOGITS + slot)),
+                false => of_expert(shared::load(EXPERTS + slot)),
+            };
+            let (best, weighting) = (of_slot(0), counting.weighting());
+            let part = |logit: f32| if weighting.is_of_sigmoids() { sigmoid(logit) } else { exp(logit - best) };
             let mut total = 0.0;
-            if weighting == Weighting::Chosen {
+            if matches!(weighting, Weighting::Chosen | Weighting::Sigmoids) {
                 let mut slot = 0;
                 while slot < chosen {
-                    total += exp(logit(shared::load(EXPERTS + slot)) - best);
+                    total += part(of_slot(slot));
                     slot += 1;
                 }
-            } else if weighting == Weighting::All {
-                for at in block.mine(experts) {
-                    total += exp(logit(at) - best);
+            } else if OF_ALL && weighting == Weighting::All {
+                for expert in block.mine(experts) {
+                    total += part(of_expert(expert));
                 }
                 total = block.sum(total);
             }
+            // Last: a choice of what a sum begins with would be a table in memory.
+            let whole = if weighting == Weighting::Sigmoid { 1.0 } else { total + counting.added };
             for slot in block.mine(chosen) {
-                let logit = logit(shared::load(EXPERTS + slot));
-                let part = match weighting {
-                    Weighting::Sigmoid => 1.0 / (1.0 + exp(-logit)),
-                    Weighting::All | Weighting::Chosen => exp(logit - best) / total,
-                };
+                let part = part(of_slot(slot)) / whole * counting.factor;
                 shared::store(WEIGHTS + slot, part.to_bits());
             }
             block.sync();

@@ -412,7 +412,7 @@ fn warm(model: &Model) -> Outcome {
         return Ok(());
     }
     let weights = model.weights()?;
-    let bar = progress(weights.unmade_bytes(), "unpacking experts", BYTES_BAR);
+    let bar = progress(weights.unmade_bytes(), "unpacking", BYTES_BAR);
     model.unpack(|bytes| bar.inc(bytes))?;
     bar.finish_and_clear();
     let bar = progress(weights.size_bytes() as u64, "reading weights", BYTES_BAR);

@@ -92,8 +92,8 @@ impl Model {
         Ok(Model { folder: self.folder.clone(), quantized: Some(Arc::new(quantized)) })
     }
 
-    /// Makes what the network reads in another form than files have it, gpt-oss's experts, in memory, on all cores, if that has not been done: an [`Engine`]
-    /// does, without saying how far it is. `progress` is called with bytes that have been made, of as many as
+    /// Makes what the network reads in another form or order than files have it in, gpt-oss's experts and others, in memory, on all cores, if that has not been
+    /// done: an [`Engine`] does, without saying how far it is. `progress` is called with bytes that have been made, of as many as
     /// [`Weights::unmade_bytes`](model::Weights::unmade_bytes) says.
     ///
     /// # Errors
@@ -108,7 +108,12 @@ impl Model {
         if let Some(available) = available_bytes()
             && needed > available
         {
-            return Err(MemoryError::TooLarge { what: "experts' weights".to_owned(), bytes: needed, available }.into());
+            return Err(MemoryError::TooLarge {
+                what: "weights in the order in which the network reads them".to_owned(),
+                bytes: needed,
+                available,
+            }
+            .into());
         }
         Ok(weights.make_all(&mut progress)?)
     }

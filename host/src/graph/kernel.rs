@@ -11,7 +11,7 @@ use super::tensor::{BufferId, BufferKind, DTensor, OpId, TensorError, TensorId, 
 use super::threadblock::{AccessKind, BlockOp, GRID_AXES, KernelCall};
 use perpetua_device::kernels::gated_linear::Gating;
 use perpetua_device::kernels::linear::Activation;
-use perpetua_device::kernels::routing::Weighting;
+use perpetua_device::kernels::routing::Counting;
 use perpetua_device::kernels::{self, MacroKernel, Numbered, Spec, Use, elementwise::Function, param_words};
 use perpetua_shared::control::Control;
 use perpetua_shared::limits::{MAX_DRAFTS, MAX_RANK};
@@ -567,29 +567,26 @@ impl KernelGraph {
     /// (activation(x . gate^T) * (x . up^T)) . down^T, or what their biases and another [`Gating`] make of it. gate, up: `[experts, n, k]`; down:
     /// `[experts, k, n]`. See [`kernels::routing`].
     pub fn experts(&mut self, name: &str, x: TensorId, args: ExpertArgs) -> Result<TensorId, GraphError> {
-        let ExpertArgs { logits, gate, up, down, biases, residual, chosen, weighting, gating } = args;
+        let ExpertArgs { logits, correction, gate, up, down, biases, residual, chosen, counting, gating } = args;
         let [gate_bias, up_bias, down_bias] = biases.map_or([None; 3], |biases| biases.map(Some));
-        if biases.is_some() && weighting != Weighting::Chosen {
-            let what = format!("experts with biases count as {weighting:?}, expected {:?}", Weighting::Chosen);
-            return Err(GraphError::Operator { op: name.to_owned(), what });
-        }
         let [rows, k] = self.matrix(name, "x", x)?;
         let [_, n, _] = self.dims_of(name, "gate", gate)?;
         let made = self.intermediate(&format!("{name}.up"), &[rows, chosen, n], DType::F32)?;
         {
-            use kernels::experts_up::slot::{GATE, GATE_BIAS, LOGITS, UP, UP_BIAS, X, Y};
-            let params = kernels::experts_up::Params { gating, order: 0, eps: 0.0, weighting: weighting as u32 };
+            use kernels::experts_up::slot::{CORRECTION, GATE, GATE_BIAS, LOGITS, UP, UP_BIAS, X, Y};
+            let params = kernels::experts_up::Params { gating, order: 0, eps: 0.0, counting };
             let operands =
                 [(X, x), (LOGITS, logits), (GATE, gate), (UP, up), (Y, made)].map(|(slot, t)| (slot, Some(t)));
-            let operands = [&operands[..], &[(GATE_BIAS, gate_bias), (UP_BIAS, up_bias)]].concat();
+            let operands =
+                [&operands[..], &[(GATE_BIAS, gate_bias), (UP_BIAS, up_bias), (CORRECTION, correction)]].concat();
             let columns = Cut::columns(n, &[(GATE, 1), (UP, 1), (Y, 2), (GATE_BIAS, 1), (UP_BIAS, 1)]);
             self.add::<kernels::ExpertsUp>(&format!("{name}.up"), &params, &operands, &[columns])?;
         }
-        use kernels::experts_down::slot::{BIAS, LOGITS, RESIDUAL, W, X, Y};
+        use kernels::experts_down::slot::{BIAS, CORRECTION, LOGITS, RESIDUAL, W, X, Y};
         let y = self.intermediate(&format!("{name}.down"), &[rows, k], DType::F32)?;
-        let params = kernels::experts_down::Params { order: 0 };
+        let params = kernels::experts_down::Params { order: 0, counting };
         let operands = [(X, made), (LOGITS, logits), (W, down), (Y, y)].map(|(slot, t)| (slot, Some(t)));
-        let operands = [&operands[..], &[(RESIDUAL, residual), (BIAS, down_bias)]].concat();
+        let operands = [&operands[..], &[(RESIDUAL, residual), (BIAS, down_bias), (CORRECTION, correction)]].concat();
         let columns = Cut::columns(k, &[(W, 1), (RESIDUAL, 1), (Y, 1), (BIAS, 1)]);
         self.add::<kernels::ExpertsDown>(&format!("{name}.down"), &params, &operands, &[columns])?;
         Ok(y)
@@ -1006,20 +1003,22 @@ impl EmbeddingArgs {
 pub struct ExpertArgs {
     /// `[rows, experts]` f32.
     pub logits: TensorId,
+    /// `[experts]`: what is added to the logits' sigmoids where experts are chosen, not where they count.
+    pub correction: Option<TensorId>,
     /// `[experts, n, k]`.
     pub gate: TensorId,
     /// `[experts, n, k]`.
     pub up: TensorId,
     /// `[experts, k, n]`.
     pub down: TensorId,
-    /// Of gate and up, `[experts, n]`, and of down, `[experts, k]`, which needs [`Weighting::Chosen`].
+    /// Of gate and up, `[experts, n]`, and of down, `[experts, k]`; not of experts that count as [`Weighting::All`](perpetua_device::kernels::routing::Weighting::All).
     pub biases: Option<[TensorId; 3]>,
     /// `[rows, k]`.
     pub residual: Option<TensorId>,
     /// Experts that a row goes to.
     pub chosen: usize,
     /// How much an expert counts.
-    pub weighting: Weighting,
+    pub counting: Counting,
     /// What becomes of what gate and up make.
     pub gating: Gating,
 }

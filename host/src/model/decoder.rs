@@ -5,7 +5,7 @@
 
 use super::config::{
     Activation as ConfigActivation, Architecture, DecoderConfig, DeltaRule, Experts, LimitedGate, Mixer, Norms, QkNorm,
-    Rope, SharedExpert, StateSpace,
+    Rope, SharedExpert, Sigmoids, StateSpace,
 };
 use super::embedding;
 use super::error::ModelError;
@@ -22,7 +22,7 @@ use crate::graph::kernel::{
 use crate::graph::tensor::TensorId;
 use perpetua_device::kernels::gated_linear::Gating;
 use perpetua_device::kernels::linear::Activation;
-use perpetua_device::kernels::routing::Weighting;
+use perpetua_device::kernels::routing::{Counting, Weighting};
 use perpetua_shared::DType;
 use std::collections::HashMap;
 
@@ -580,8 +580,9 @@ impl<'a> Decoder<'a> {
         let opens = [intermediate_size, hidden_size];
         let (gate, up, down) =
             (stack(&gate, opens)?, stack(&up, opens)?, stack(&down, [hidden_size, intermediate_size])?);
-        let (weighting, gating) = (Weighting::Sigmoid, Gating::of(self.activation() as u32));
-        let args = ExpertArgs { logits, gate, up, down, biases: None, residual, chosen: 1, weighting, gating };
+        let (counting, gating) = (Counting::of(Weighting::Sigmoid), Gating::of(self.activation() as u32));
+        let (correction, biases, chosen) = (None, None, 1);
+        let args = ExpertArgs { logits, correction, gate, up, down, biases, residual, chosen, counting, gating };
         Ok(self.graph.experts(&of_layer(names.prefix()), h, args)?)
     }
 
@@ -602,7 +603,7 @@ impl<'a> Decoder<'a> {
         h: TensorId,
         x: Option<TensorId>,
     ) -> Result<TensorId, BuildError> {
-        let Experts { n, chosen, intermediate_size, normalise, limited, .. } = *experts;
+        let Experts { n, chosen, intermediate_size, normalise, sigmoids, limited, .. } = *experts;
         let hidden_size = self.config.hidden_size;
         let names = ExpertNames::of(self.config.architecture);
         let prefix = format!("model.layers.{layer}");
@@ -620,7 +621,15 @@ impl<'a> Decoder<'a> {
         };
         let opens = [intermediate_size, hidden_size];
         let (gate, up, down) = (stack(0, opens)?, stack(1, opens)?, stack(2, [hidden_size, intermediate_size])?);
-        let weighting = if normalise { Weighting::Chosen } else { Weighting::All };
+        let (counting, correction) = match sigmoids {
+            None => (Counting::of(if normalise { Weighting::Chosen } else { Weighting::All }), None),
+            Some(Sigmoids { are_corrected, factor, added }) => {
+                let weighting = if normalise { Weighting::Sigmoids } else { Weighting::Sigmoid };
+                let name = format!("{prefix}.{}", names.correction);
+                let correction = if are_corrected { Some(self.weight(&name, &[n])?) } else { None };
+                (Counting { weighting: weighting as u32, factor: factor as f32, added: added as f32 }, correction)
+            }
+        };
         let (mut gating, mut biases) = (Gating::of(self.activation() as u32), None);
         if let Some(LimitedGate { limit, alpha }) = limited {
             gating = Gating { limit: limit as f32, alpha: alpha as f32, ..Gating::default() };
@@ -632,7 +641,8 @@ impl<'a> Decoder<'a> {
                 self.weight(&downs, &[n, hidden_size])?,
             ]);
         }
-        let args = ExpertArgs { logits, gate, up, down, biases, residual: x, chosen, weighting, gating };
+        let residual = x;
+        let args = ExpertArgs { logits, correction, gate, up, down, biases, residual, chosen, counting, gating };
         Ok(self.graph.experts(&format!("{prefix}.experts"), h, args)?)
     }
 

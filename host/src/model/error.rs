@@ -118,16 +118,16 @@ pub enum ModelError {
         /// The first one's.
         expected: perpetua_shared::DType,
     },
-    /// A weight that no number of bits can hold.
-    #[error("{name}: element [{}, {}] is not finite, so it cannot be quantised", at[0], at[1])]
+    /// A weight that is to be had in fewer bits, or is in files, and is no number.
+    #[error("{name}: element [{}, {}] is not finite: expected numbers, where weights are in fewer bits", at[0], at[1])]
     NotFinite {
         /// The tensor.
         name: String,
         /// Row and column.
         at: [usize; 2],
     },
-    /// No memory for the copy of a tensor in fewer bits.
-    #[error("{name}: {bytes} bytes for it in fewer bits, which the system refuses")]
+    /// No memory for the copy of a tensor in fewer bits, or in another order.
+    #[error("{name}: {bytes} bytes for a copy of it, which the system refuses")]
     NoMemory {
         /// The tensor.
         name: String,

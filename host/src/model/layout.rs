@@ -33,6 +33,8 @@ pub enum Role {
     /// `[experts, hidden]`: the matrix whose products say to which experts a row goes, or how much one counts; or how much of a state stays, and is
     /// corrected.
     Router,
+    /// `[experts]`: what is added to the sigmoids by which experts are chosen.
+    Correction,
     /// `[columns, 1, taps]`: the filters of a convolution, one for each column.
     Filter,
     /// The logarithms of how fast states are forgotten.
@@ -90,8 +92,10 @@ pub(super) const ENCODERS: [&str; 2] = ["bert.", "roberta."];
 /// What is called otherwise in the layers of some decoders, and their last norm.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DecoderNames {
-    /// The norms before attention, or what stands in its place, and before the MLP, where [`Norms::Before`].
-    pub(crate) norms: [&'static str; 2],
+    /// The norms before attention, or what stands in its place, and before the MLP.
+    pub(crate) before: [&'static str; 2],
+    /// Those behind each.
+    pub(crate) after: [&'static str; 2],
     /// The linear layer behind attention.
     pub(crate) attention_output: &'static str,
     /// What is normalised of queries and keys.
@@ -103,25 +107,33 @@ pub(crate) struct DecoderNames {
 impl DecoderNames {
     /// Those of `architecture`.
     pub(crate) fn of(architecture: Architecture) -> DecoderNames {
+        let usual = DecoderNames {
+            before: ["input_layernorm", "post_attention_layernorm"],
+            after: ["post_attention_layernorm", "post_feedforward_layernorm"],
+            attention_output: "self_attn.o_proj",
+            qk_norms: ["self_attn.q_norm", "self_attn.k_norm"],
+            last_norm: "model.norm",
+        };
         match architecture {
-            Architecture::Lfm2 => DecoderNames {
-                norms: ["operator_norm", "ffn_norm"],
+            Architecture::Lfm2 | Architecture::Lfm2Moe => DecoderNames {
+                before: ["operator_norm", "ffn_norm"],
                 attention_output: "self_attn.out_proj",
                 qk_norms: ["self_attn.q_layernorm", "self_attn.k_layernorm"],
                 last_norm: "model.embedding_norm",
+                ..usual
             },
-            _ => DecoderNames {
-                norms: ["input_layernorm", "post_attention_layernorm"],
-                attention_output: "self_attn.o_proj",
-                qk_norms: ["self_attn.q_norm", "self_attn.k_norm"],
-                last_norm: "model.norm",
-            },
+            Architecture::Gemma3 => DecoderNames { before: ["input_layernorm", "pre_feedforward_layernorm"], ..usual },
+            Architecture::Glm4 => DecoderNames { after: ["post_self_attn_layernorm", "post_mlp_layernorm"], ..usual },
+            _ => usual,
         }
     }
 }
 
 /// The sinks of query heads, in a layer.
 pub(crate) const SINKS: &str = "self_attn.sinks";
+
+/// Where files have the matrices of all experts of a layer together: gates and ups, and downs.
+pub(super) const EXPERT_STACKS: [&str; 2] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"];
 
 /// The norm behind linear attention, in a layer.
 pub(crate) const DELTA_NORM: &str = "linear_attn.norm";
@@ -174,6 +186,7 @@ pub fn is_spare(config: &ModelConfig, name: &str) -> bool {
             let part = name.strip_prefix("model.").unwrap_or(name);
             config.tie_word_embeddings && ["lm_head.weight", "language_model.lm_head.weight"].contains(&name)
                 || name.ends_with(".rotary_emb.inv_freq")
+                || is_beyond_layers(config, part)
                 || OTHER_HALVES.iter().any(|other| part.starts_with(other))
         }
         // Positions counted from 0, and what stands on top of the encoder.
@@ -186,6 +199,12 @@ pub fn is_spare(config: &ModelConfig, name: &str) -> bool {
         }
         ModelConfig::ModernBert(_) => ["head.", "decoder.", "classifier."].iter().any(|head| name.starts_with(head)),
     }
+}
+
+/// Whether `name` is of a layer behind all others, which guesses a second token, in a network that is published with one.
+fn is_beyond_layers(config: &DecoderConfig, name: &str) -> bool {
+    let layer = name.strip_prefix("layers.").and_then(|name| name.split('.').next()?.parse::<usize>().ok());
+    config.architecture == Architecture::Glm4Moe && layer.is_some_and(|layer| layer >= config.n_layers)
 }
 
 /// What the matrices of an MLP are called, in a layer.
@@ -207,9 +226,11 @@ impl MlpNames {
     pub(crate) fn of(architecture: Architecture) -> MlpNames {
         let usual = MlpNames { parts: ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"], fused: None };
         match architecture {
-            Architecture::Phi3 => MlpNames { fused: Some("mlp.gate_up_proj"), ..usual },
+            Architecture::Phi3 | Architecture::Glm | Architecture::Glm4 => {
+                MlpNames { fused: Some("mlp.gate_up_proj"), ..usual }
+            }
             Architecture::GraniteMoeHybrid => MlpNames::GRANITE,
-            Architecture::Lfm2 => {
+            Architecture::Lfm2 | Architecture::Lfm2Moe => {
                 MlpNames { parts: ["feed_forward.w1", "feed_forward.w3", "feed_forward.w2"], ..usual }
             }
             _ => usual,
@@ -220,6 +241,10 @@ impl MlpNames {
     pub(crate) fn shared(architecture: Architecture) -> MlpNames {
         match architecture {
             Architecture::GraniteMoeShared | Architecture::GraniteMoeHybrid => MlpNames::GRANITE,
+            Architecture::Glm4Moe | Architecture::SolarOpen | Architecture::ExaoneMoe => MlpNames {
+                parts: ["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"],
+                fused: None,
+            },
             _ => MlpNames {
                 parts: ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj"],
                 fused: None,
@@ -252,6 +277,8 @@ impl MlpNames {
 pub(crate) struct ExpertNames {
     /// The matrix of the logits.
     pub(crate) router: &'static str,
+    /// What is added to their sigmoids, where experts are chosen by these.
+    pub(crate) correction: &'static str,
     /// The experts, of which each has its number after this.
     experts: &'static str,
     /// Gate, up and down, in an expert.
@@ -319,21 +346,28 @@ pub(super) fn tensors_of_files(config: &ModelConfig) -> Vec<TensorSpec> {
 impl ExpertNames {
     /// Those of `architecture`.
     pub(crate) fn of(architecture: Architecture) -> ExpertNames {
-        let usual = ["gate_proj", "up_proj", "down_proj"];
+        let (usual, short) = (["gate_proj", "up_proj", "down_proj"], ["w1", "w3", "w2"]);
         let (router, experts, parts, stacks) = match architecture {
-            Architecture::Mixtral => ("block_sparse_moe.gate", "block_sparse_moe.experts", ["w1", "w3", "w2"], None),
+            Architecture::Mixtral | Architecture::MiniMaxM2 => {
+                ("block_sparse_moe.gate", "block_sparse_moe.experts", short, None)
+            }
+            Architecture::Lfm2Moe => ("feed_forward.gate", "feed_forward.experts", short, None),
             Architecture::GraniteMoe | Architecture::GraniteMoeShared | Architecture::GraniteMoeHybrid => {
                 let stacks = ["block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"];
                 ("block_sparse_moe.router.layer", "block_sparse_moe.experts", usual, Some(stacks))
             }
             Architecture::GptOss => ("mlp.router", "mlp.experts", usual, None),
-            Architecture::Qwen35Moe => {
-                ("mlp.gate", "mlp.experts", usual, Some(["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]))
-            }
+            Architecture::Qwen35Moe => ("mlp.gate", "mlp.experts", usual, Some(EXPERT_STACKS)),
             _ => ("mlp.gate", "mlp.experts", usual, None),
         };
+        let correction = match architecture {
+            Architecture::Lfm2Moe => "feed_forward.expert_bias",
+            Architecture::MiniMaxM2 => "block_sparse_moe.e_score_correction_bias",
+            Architecture::ExaoneMoe => "mlp.e_score_correction_bias",
+            _ => "mlp.gate.e_score_correction_bias",
+        };
         let may_be_apart = architecture == Architecture::Qwen35Moe;
-        ExpertNames { router, experts, parts, stacks, may_be_apart }
+        ExpertNames { router, correction, experts, parts, stacks, may_be_apart }
     }
 
     /// Matrix `part` (0: gate, 1: up, 2: down) of expert `number` of `layer`; of all, where the number is `*`.
@@ -354,7 +388,7 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
     for i in 0..c.n_layers {
         let layer = format!("model.layers.{i}");
         if c.architecture.norms() != Norms::After {
-            add(format!("{layer}.{}.weight", names.norms[0]), vec![c.hidden_size], norm);
+            add(format!("{layer}.{}.weight", names.before[0]), vec![c.hidden_size], norm);
         }
         let experts = c.experts_of(i);
         let mixer = c.mixer_of(i);
@@ -387,7 +421,7 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
         if c.has_sinks {
             add(format!("{layer}.{SINKS}"), vec![c.n_heads], Role::Bias);
         }
-        if let Some(Experts { n, intermediate_size, shared, limited, is_mxfp4, .. }) = experts {
+        if let Some(Experts { n, intermediate_size, shared, limited, is_mxfp4, sigmoids, .. }) = experts {
             let names = ExpertNames::of(c.architecture);
             add(format!("{layer}.{}.weight", names.router), vec![*n, c.hidden_size], Role::Router);
             if limited.is_some() {
@@ -397,6 +431,9 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
                 {
                     add(format!("{layer}.{bias}"), vec![*n, of], Role::Bias);
                 }
+            }
+            if sigmoids.is_some_and(|sigmoids| sigmoids.are_corrected) {
+                add(format!("{layer}.{}", names.correction), vec![*n], Role::Correction);
             }
             if shared.is_some_and(|SharedExpert { is_weighed, .. }| is_weighed) {
                 add(format!("{layer}.{}.weight", MlpNames::WEIGHED_BY), vec![1, c.hidden_size], Role::Router);
@@ -419,9 +456,9 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
             add(format!("{layer}.{which}.weight"), vec![n], norm);
         }
         let more: &[&str] = match c.architecture.norms() {
-            Norms::Before => &names.norms[1..],
-            Norms::Around => &["post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"],
-            Norms::After => &["post_attention_layernorm", "post_feedforward_layernorm"],
+            Norms::Before => &names.before[1..],
+            Norms::Around => &[names.after[0], names.before[1], names.after[1]],
+            Norms::After => &names.after,
         };
         for which in more {
             add(format!("{layer}.{which}.weight"), vec![c.hidden_size], norm);
@@ -561,4 +598,98 @@ fn modern_bert(c: &ModernBertConfig) -> Vec<TensorSpec> {
         }
     }
     list
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::synth::preset_config;
+    use serde_json::json;
+    use std::path::Path;
+
+    /// What published checkpoints call what is called otherwise than in others, written down by hand: `synth` and networks have their names from here both.
+    #[test]
+    fn names_are_those_of_published_checkpoints() {
+        for (preset, class, names) in [
+            (
+                "tiny-glm4-moe",
+                "",
+                &[
+                    "mlp.gate.e_score_correction_bias",
+                    "mlp.shared_experts.up_proj.weight",
+                    "mlp.experts.6.down_proj.weight",
+                ][..],
+            ),
+            (
+                "tiny-glm4-moe",
+                "SolarOpenForCausalLM",
+                &["mlp.gate.e_score_correction_bias", "mlp.shared_experts.up_proj.weight"],
+            ),
+            (
+                "tiny-glm4-moe",
+                "ExaoneMoeForCausalLM",
+                &["mlp.e_score_correction_bias", "mlp.shared_experts.gate_proj.weight", "self_attn.q_norm.weight"],
+            ),
+            (
+                "tiny-minimax-m2",
+                "",
+                &[
+                    "block_sparse_moe.e_score_correction_bias",
+                    "block_sparse_moe.gate.weight",
+                    "block_sparse_moe.experts.7.w2.weight",
+                ],
+            ),
+            (
+                "tiny-lfm2-moe",
+                "",
+                &[
+                    "feed_forward.expert_bias",
+                    "feed_forward.gate.weight",
+                    "feed_forward.experts.0.w3.weight",
+                    "ffn_norm.weight",
+                ],
+            ),
+            (
+                "tiny-glm4",
+                "",
+                &[
+                    "post_self_attn_layernorm.weight",
+                    "post_mlp_layernorm.weight",
+                    "mlp.gate_up_proj.weight",
+                    "self_attn.q_proj.weight",
+                ],
+            ),
+            (
+                "tiny-glm4",
+                "GlmForCausalLM",
+                &["post_attention_layernorm.weight", "mlp.gate_up_proj.weight", "self_attn.k_proj.weight"],
+            ),
+            ("tiny-ernie4.5", "", &["mlp.gate_proj.weight", "self_attn.q_proj.weight", "self_attn.v_proj.weight"]),
+            ("tiny-mixtral", "", &["block_sparse_moe.gate.weight", "block_sparse_moe.experts.0.w1.weight"]),
+        ] {
+            let mut file = preset_config(preset).expect("a preset");
+            if !class.is_empty() {
+                file["architectures"] = json!([class]);
+            }
+            if class.starts_with("Exaone") {
+                let keys = file.as_object_mut().expect("keys");
+                for (old, new) in [("n_routed_experts", "num_experts"), ("n_shared_experts", "num_shared_experts")] {
+                    let value = keys.shift_remove(old).expect("it is there");
+                    keys.insert(new.to_owned(), value);
+                }
+                keys.shift_remove("partial_rotary_factor");
+            }
+            let config = ModelConfig::from_value(Path::new(preset), &file).expect(preset);
+            let all: HashSet<String> = tensors_of_files(&config).into_iter().map(|spec| spec.name).collect();
+            for name in names.iter().map(|name| format!("model.layers.1.{name}")) {
+                assert!(all.contains(&name), "{preset} {class}: {name} of {all:?}");
+            }
+        }
+        let next =
+            ModelConfig::from_value(Path::new(""), &preset_config("tiny-qwen3-next").expect("a preset")).expect("one");
+        let all: HashSet<String> = tensors_of_files(&next).into_iter().map(|spec| spec.name).collect();
+        for name in ["in_proj_qkvz.weight", "in_proj_ba.weight", "out_proj.weight"] {
+            assert!(all.contains(&format!("model.layers.0.linear_attn.{name}")), "{name} of {all:?}");
+        }
+    }
 }

@@ -1,5 +1,7 @@
 //! Llama and the families that build their layers alike; what else differs the configuration says:
 //!
+//! - ERNIE 4.5 and GLM: heads whose neighbours are turned with each other, which shows in [`remade`](super::remade) alone.
+//! - GLM 4.5 to 4.7, Solar Open, K-EXAONE, MiniMax M2 and LFM2's larger ones: experts chosen by corrected sigmoids.
 //! - Llama 2 to 3.2: plain grouped-query attention; Llama 3's frequency scaling is part of the rotary table. SmolLM3, too: layers that do
 //!   not turn queries and keys have a table of zeros.
 //! - gpt-oss: experts with biases, whose gates and ups are limited; heads with sinks; a window in every second layer.
@@ -9,7 +11,7 @@
 //!   norms' epsilon), and in the factors of the last norm. Checkpoints have all experts' matrices in one tensor, taken apart when it is opened.
 //!   Beside experts, or alone, there may be an MLP that all rows go to; and state spaces in the place of attention.
 //! - OLMoE: all queries of a row are normalised together, and all keys; experts.
-//! - Qwen3.5 and LFM2: most layers have linear attention, or a short convolution, in the place of attention.
+//! - Qwen3.5, Qwen3-Next and LFM2: most layers have linear attention, or a short convolution, in the place of attention.
 //! - Phi 3 and 4: their checkpoints have q, k and v as one matrix, and gate and up; of a head a part of the elements may be turned.
 //! - Qwen3, with one MLP a layer or with experts: heads of q and k normalised before the rotation.
 
@@ -21,7 +23,7 @@ use crate::graph::kernel::KernelGraph;
 pub fn build(mut net: Decoder<'_>) -> Result<KernelGraph, BuildError> {
     let mut x = net.embed()?;
     for layer in 0..net.config.n_layers {
-        let [before_attention, before_mlp] = DecoderNames::of(net.config.architecture).norms;
+        let [before_attention, before_mlp] = DecoderNames::of(net.config.architecture).before;
         let h = net.norm(&format!("model.layers.{layer}.{before_attention}"), x)?;
         x = match net.config.mixer_of(layer) {
             Some(mixer) => net.mix(layer, mixer, h, x)?,

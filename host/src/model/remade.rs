@@ -1,5 +1,9 @@
 //! Tensors that files have in another form than the network reads them in: they are made of these, in memory, when they are first wanted.
 //!
+//! Matrices whose rows, and biases whose elements, stand in another order are such: those of queries and keys where RoPE turns neighbours, and not
+//! one half of a head with the other (scores do not see in which order a head's elements are), and those of Qwen3-Next's linear attention, which
+//! have what belongs to a key's head together.
+//!
 //! gpt-oss's experts are such, all of a layer's in one tensor. Gates and ups take turns in it, so an expert's matrix is every second row, or as
 //! `transformers` writes it, every second column. Published files have the matrices in MXFP4: blocks of 32 elements along a row, sixteen bytes, an element's
 //! E2M1 in half of one, the lower half first, and a byte that says which power of two they share (E8M0, OCP Microscaling Formats 1.0).
@@ -8,9 +12,9 @@ use perpetua_shared::DType;
 use perpetua_shared::dtype::{Q4, Q4_BLOCK, q4_at};
 
 use super::aligned::AlignedBytes;
-use super::config::{DecoderConfig, ModelConfig};
+use super::config::{Architecture, DecoderConfig, DeltaRule, Mixer, ModelConfig, QkNorm};
 use super::error::ModelError;
-use super::layout::{ExpertNames, Role, TensorSpec};
+use super::layout::{EXPERT_STACKS, ExpertNames, Role, TensorSpec};
 
 /// Bytes of a block's elements.
 const BLOCK_BYTES: usize = Q4_BLOCK / 2;
@@ -34,6 +38,21 @@ pub(super) enum Origin {
     Columns { stack: String, matrix: usize, which: Every },
     /// Of each row of `rows`, `[matrices, n]`, elements.
     Elements { rows: String, which: Every },
+    /// Rows of `rows`, in another order, or some of them.
+    Rows { rows: String, runs: Vec<Run> },
+}
+
+/// So many of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Run {
+    which: Every,
+    n: usize,
+}
+
+impl Run {
+    fn new(first: usize, step: usize, n: usize) -> Run {
+        Run { which: Every { first, step }, n }
+    }
 }
 
 /// Every `step`th from `first` on.
@@ -51,9 +70,8 @@ impl Every {
     }
 }
 
-/// Where experts' matrices are, in a layer.
-const GATE_UP: &str = "mlp.experts.gate_up_proj";
-const DOWN: &str = "mlp.experts.down_proj";
+const GATE_UP: &str = EXPERT_STACKS[0];
+const DOWN: &str = EXPERT_STACKS[1];
 
 /// Experts' biases as the network reads them, in a layer: of gates and ups, `[experts, intermediate]`, and, as files have it, of downs, `[experts, hidden]`.
 pub(super) const BIASES: [&str; 3] =
@@ -65,9 +83,81 @@ fn layers(c: &DecoderConfig) -> impl Iterator<Item = usize> {
     experts.into_iter().flat_map(|experts| (0..experts.layers.len()).filter(|layer| experts.layers[*layer]))
 }
 
-/// What is made for a network of this configuration, layer by layer.
+/// What is made for a network of this configuration.
 pub(super) fn of(config: &ModelConfig) -> Vec<Remade> {
     let ModelConfig::Decoder(c) = config else { return Vec::new() };
+    experts(c).into_iter().chain(reordered(c).into_iter().map(|(remade, _)| remade)).collect()
+}
+
+/// What is made of tensors whose rows stand in another order, and each of these, layer by layer.
+fn reordered(c: &DecoderConfig) -> Vec<(Remade, TensorSpec)> {
+    let mut all = Vec::new();
+    for layer in 0..c.n_layers {
+        let mut add = |made: &str, of: &str, role, [from, columns]: [usize; 2], runs: Vec<Run>| {
+            let name = |part: &str| format!("model.layers.{layer}.{part}");
+            let n = runs.iter().map(|run| run.n).sum();
+            let shape = |rows: usize| if role == Role::Bias { vec![rows] } else { vec![rows, columns] };
+            let of = TensorSpec { name: name(of), shape: shape(from), role };
+            let origin = Origin::Rows { rows: of.name.clone(), runs };
+            all.push((Remade { name: name(made), shape: shape(n), of: origin, matrices: from }, of));
+        };
+        match c.mixer_of(layer) {
+            None if c.architecture.turns_neighbours() => {
+                assert!(
+                    c.qk_norm == QkNorm::None && !c.gates_attention,
+                    "norms' factors and gates stand in files' order"
+                );
+                for (part, heads) in [("q", c.n_heads), ("k", c.n_kv_heads)] {
+                    let runs = || halves(heads, c.head_dim, c.rotary_dim);
+                    let (name, n) = (format!("self_attn.{part}_proj"), heads * c.head_dim);
+                    let (weight, bias) = (format!("{name}.weight"), format!("{name}.bias"));
+                    add(&weight, &weight, Role::Linear, [n, c.hidden_size], runs());
+                    if c.attention_bias {
+                        add(&bias, &bias, Role::Bias, [n, 1], runs());
+                    }
+                }
+            }
+            Some(Mixer::DeltaRule(rule)) if c.architecture == Architecture::Qwen3Next => {
+                let DeltaRule { key_heads: heads, value_heads, key_dim, value_dim, .. } = rule;
+                let per_key = value_heads / heads;
+                let (values, of_head) = (per_key * value_dim, 2 * (key_dim + per_key * value_dim));
+                let of_all =
+                    |first: usize, n: usize| (0..heads).map(move |head| Run::new(head * of_head + first, 1, n));
+                let qkv = of_all(0, key_dim).chain(of_all(key_dim, key_dim)).chain(of_all(2 * key_dim, values));
+                let z = of_all(2 * key_dim + values, values);
+                let (of, role, from) =
+                    ("linear_attn.in_proj_qkvz.weight", Role::Linear, [heads * of_head, c.hidden_size]);
+                add("linear_attn.in_proj_qkv.weight", of, role, from, qkv.collect());
+                add("linear_attn.in_proj_z.weight", of, role, from, z.collect());
+                let part = |number: usize| {
+                    (0..heads).map(move |head| Run::new((2 * head + number) * per_key, 1, per_key)).collect()
+                };
+                let (of, role, from) =
+                    ("linear_attn.in_proj_ba.weight", Role::Router, [2 * value_heads, c.hidden_size]);
+                add("linear_attn.in_proj_b.weight", of, role, from, part(0));
+                add("linear_attn.in_proj_a.weight", of, role, from, part(1));
+            }
+            _ => {}
+        }
+    }
+    all
+}
+
+/// The elements of heads whose first `turned` are turned as neighbours, so that in their place are those of one half, those of the other, and the rest.
+fn halves(heads: usize, head_dim: usize, turned: usize) -> Vec<Run> {
+    let of_head = |head: usize| {
+        let first = head * head_dim;
+        [
+            Run::new(first, 2, turned / 2),
+            Run::new(first + 1, 2, turned / 2),
+            Run::new(first + turned, 1, head_dim - turned),
+        ]
+    };
+    (0..heads).flat_map(of_head).collect()
+}
+
+/// gpt-oss's experts, layer by layer.
+fn experts(c: &DecoderConfig) -> Vec<Remade> {
     let Some(experts) = &c.experts else { return Vec::new() };
     let names = ExpertNames::of(c.architecture);
     let (n, k) = (experts.intermediate_size, c.hidden_size);
@@ -101,9 +191,16 @@ pub(super) fn of(config: &ModelConfig) -> Vec<Remade> {
     remade
 }
 
-/// The tensors that files have for these, layer by layer.
+/// The tensors that files have for these.
 pub(super) fn files(config: &ModelConfig) -> Vec<TensorSpec> {
     let ModelConfig::Decoder(c) = config else { return Vec::new() };
+    let mut reordered: Vec<TensorSpec> = reordered(c).into_iter().map(|(_, spec)| spec).collect();
+    // Of one several are made, one after the other.
+    reordered.dedup();
+    files_of_experts(c).into_iter().chain(reordered).collect()
+}
+
+fn files_of_experts(c: &DecoderConfig) -> Vec<TensorSpec> {
     let Some(experts) = &c.experts else { return Vec::new() };
     let (all, n, k) = (experts.n, experts.intermediate_size, c.hidden_size);
     let mut specs = Vec::new();
@@ -136,7 +233,11 @@ impl Remade {
     pub(super) fn sources(&self) -> Vec<&str> {
         match &self.of {
             Origin::Mxfp4 { blocks, scales, .. } => vec![blocks, scales],
-            Origin::Columns { stack: one, .. } | Origin::Elements { rows: one, .. } => vec![one],
+            Origin::Columns { stack: one, .. }
+            | Origin::Elements { rows: one, .. }
+            | Origin::Rows { rows: one, .. } => {
+                vec![one]
+            }
         }
     }
 
@@ -150,6 +251,7 @@ impl Remade {
             }
             (Origin::Columns { which, .. }, [columns, k]) => vec![matrices, *k, columns * which.step],
             (Origin::Elements { which, .. }, [_, n]) => vec![matrices, n * which.step],
+            (Origin::Rows { .. }, [_, of_row @ ..]) => [&[matrices], of_row].concat(),
             _ => unreachable!("what is made has two dimensions"),
         }
     }
@@ -169,7 +271,7 @@ impl Remade {
     /// # Errors
     /// No memory; a scale that is no number.
     pub(super) fn make(&self, sources: &[Part<'_>]) -> Result<AlignedBytes, ModelError> {
-        let [rows, k] = self.shape[..] else { unreachable!("what is made has two dimensions") };
+        let [rows, k] = [self.shape[0], self.shape[1..].iter().product()];
         let dtype = self.dtype(sources[0].dtype);
         let mut made = AlignedBytes::zeroed(&self.name, dtype.tensor_bytes(&self.shape) as usize)?;
         match &self.of {
@@ -189,6 +291,13 @@ impl Remade {
                 let (bytes, columns) = (dtype.size_bytes(), sources[0].shape[2]);
                 let from = &sources[0].bytes[matrix * k * columns * bytes..][..k * columns * bytes];
                 transposed([rows, k], *which, bytes, (from, columns), &mut made);
+            }
+            Origin::Rows { runs, .. } => {
+                let bytes = k * dtype.size_bytes();
+                let from = runs.iter().flat_map(|run| (0..run.n).map(|at| run.which.nth(at)));
+                for (out, row) in made.chunks_exact_mut(bytes).zip(from) {
+                    out.copy_from_slice(&sources[0].bytes[row * bytes..][..bytes]);
+                }
             }
             Origin::Elements { which, .. } => {
                 let bytes = dtype.size_bytes();
@@ -315,6 +424,31 @@ mod tests {
                 assert_eq!(usize::from(u16::from_le_bytes([found[0], found[1]])), expected);
             }
         }
+    }
+
+    #[test]
+    fn rows_stand_in_another_order() {
+        // Two heads of ten, six of them turned: by the definition, neighbours stand half of that apart.
+        let runs = halves(2, 10, 6);
+        let order = |runs: &[Run]| -> Vec<usize> {
+            runs.iter().flat_map(|run| (0..run.n).map(|at| run.which.nth(at))).collect()
+        };
+        let head = [0, 2, 4, 1, 3, 5, 6, 7, 8, 9];
+        assert_eq!(order(&runs), [head, head.map(|at| at + 10)].concat());
+        for shape in [vec![20], vec![20, 3]] {
+            let k: usize = shape[1..].iter().product();
+            let elements: Vec<u8> = (0..20 * k as u32).flat_map(|i| (i as f32).to_le_bytes()).collect();
+            let of = Origin::Rows { rows: "rows".into(), runs: runs.clone() };
+            let remade = Remade { name: "made".into(), shape: shape.clone(), of, matrices: 20 };
+            assert_eq!(remade.source_shape("rows"), shape);
+            let made = remade.make(&[Part { dtype: DType::F32, shape: &shape, bytes: &elements }]).expect("memory");
+            let found: Vec<f32> = bytemuck::cast_slice(&made).to_vec();
+            let expected = order(&runs).into_iter().flat_map(|row| (0..k).map(move |at| (row * k + at) as f32));
+            assert!(found.into_iter().eq(expected));
+        }
+        // Of 3 heads' queries, keys, values and gates the first three, and some of them.
+        let some = [Run::new(4, 1, 2), Run::new(1, 3, 3)];
+        assert_eq!(order(&some), [4, 5, 1, 4, 7]);
     }
 
     #[test]

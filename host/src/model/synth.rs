@@ -66,7 +66,7 @@ pub struct SynthSummary {
 }
 
 /// Names of all presets, those of encoders last.
-pub const PRESETS: [&str; 77] = [
+pub const PRESETS: [&str; 90] = [
     "qwen3-110m",
     "qwen3-0.6b",
     "qwen3-1.7b",
@@ -107,7 +107,14 @@ pub const PRESETS: [&str; 77] = [
     "qwen3.5-2b",
     "qwen3.5-9b",
     "qwen3.5-35b-a3b",
+    "qwen3-next-80b-a3b",
+    "glm-4-9b",
+    "glm-4-32b",
+    "ernie-4.5-0.3b",
     "lfm2-1.2b",
+    "lfm2-8b-a1b",
+    "glm-4.5-air",
+    "minimax-m2",
     "gpt-oss-20b",
     "gpt-oss-120b",
     "tiny-qwen3",
@@ -133,7 +140,13 @@ pub const PRESETS: [&str; 77] = [
     "tiny-exaone4",
     "tiny-qwen3.5",
     "tiny-qwen3.5-moe",
+    "tiny-qwen3-next",
+    "tiny-glm4",
+    "tiny-ernie4.5",
     "tiny-lfm2",
+    "tiny-lfm2-moe",
+    "tiny-glm4-moe",
+    "tiny-minimax-m2",
     "tiny-gpt-oss",
     "tiny-odd",
     "tiny-simt",
@@ -219,9 +232,9 @@ impl Sizes {
 /// The config.json of a preset.
 pub fn preset_config(name: &str) -> Result<Value, ModelError> {
     use Architecture::{
-        Exaone4, Gemma3, GptOss, Granite, GraniteMoe, GraniteMoeHybrid, GraniteMoeShared, Lfm2, Llama, Ministral3,
-        Mistral, Mixtral, Olmo2, Olmo3, Olmoe, Phi3, Qwen2, Qwen2Moe, Qwen3, Qwen3Moe, Qwen35, Qwen35Moe, SeedOss,
-        SmolLm3,
+        Ernie45, Exaone4, Gemma3, Glm4, Glm4Moe, GptOss, Granite, GraniteMoe, GraniteMoeHybrid, GraniteMoeShared, Lfm2,
+        Lfm2Moe, Llama, MiniMaxM2, Ministral3, Mistral, Mixtral, Olmo2, Olmo3, Olmoe, Phi3, Qwen2, Qwen2Moe, Qwen3,
+        Qwen3Moe, Qwen3Next, Qwen35, Qwen35Moe, SeedOss, SmolLm3,
     };
     const QWEN_VOCAB: usize = 151_936;
     const QWEN_VOCAB_2: usize = 248_320;
@@ -291,7 +304,18 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
             .with_values(32)),
         ("qwen3.5-35b-a3b",   Qwen35Moe, sizes(QWEN_VOCAB_2, 2048, 512, 40, (16, 2), 256, false, 262_144, 1e7, None)
             .with_values(32).with_experts(256, 8, 512).with_shared(512)),
+        ("qwen3-next-80b-a3b", Qwen3Next, sizes(QWEN_VOCAB, 2048, 5120, 48, (16, 2), 256, false, 262_144, 1e7, None)
+            .with_values(32).with_experts(512, 10, 512).with_shared(512)),
+        ("glm-4-9b",          Glm4,    sizes(151_552,     4096, 13696, 40, (32, 2), 128, false,  32_768, 1e4, None)),
+        ("glm-4-32b",         Glm4,    sizes(151_552,     6144, 23040, 61, (48, 2), 128, false,  32_768, 1e4, None)),
+        ("ernie-4.5-0.3b",    Ernie45, sizes(103_424,     1024, 3072,  18, (16, 2), 128, true,  131_072, 5e5, None)),
         ("lfm2-1.2b",         Lfm2,    sizes(65_536,      2048, 8192,  16, (32, 8),  64, true,  128_000, 1e6, None)),
+        ("lfm2-8b-a1b",       Lfm2Moe, sizes(65_536,      2048, 7168,  24, (32, 8),  64, true,  128_000, 1e6, None)
+            .with_experts(32, 4, 1792)),
+        ("glm-4.5-air",       Glm4Moe, sizes(151_552,     4096, 10944, 46, (96, 8), 128, false, 131_072, 1e6, None)
+            .with_experts(128, 8, 1408)),
+        ("minimax-m2",        MiniMaxM2, sizes(200_064,   3072, 1536,  62, (48, 8), 128, false, 196_608, 5e6, None)
+            .with_experts(256, 8, 1536)),
         ("gpt-oss-20b",       GptOss,  sizes(201_088,     2880, 2880,  24, (64, 8),  64, false, 131_072, 1.5e5, None)
             .with_experts(32, 4, 2880).with_windows_but(2, 128)),
         ("gpt-oss-120b",      GptOss,  sizes(201_088,     2880, 2880,  36, (64, 8),  64, false, 131_072, 1.5e5, None)
@@ -333,7 +357,17 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
             .with_values(4)),
         ("tiny-qwen3.5-moe",  Qwen35Moe, sizes(1024,       96,   48,    2, (4, 2),   32, true,    4_096, 1e6, None)
             .with_values(4).with_experts(8, 2, 48).with_shared(80)),
+        ("tiny-qwen3-next",   Qwen3Next, sizes(1024,       96,  208,    2, (4, 2),   32, false,   4_096, 1e6, None)
+            .with_values(4).with_experts(8, 2, 48).with_shared(80)),
+        ("tiny-glm4",         Glm4,    sizes(1024,         96,  208,    2, (6, 2),   16, false,   4_096, 1e4, None)),
+        ("tiny-ernie4.5",     Ernie45, sizes(1024,         96,  208,    2, (6, 2),   16, true,    4_096, 5e5, None)),
         ("tiny-lfm2",         Lfm2,    sizes(1024,         96,  208,    3, (6, 2),   16, true,    4_096, 1e6, None)),
+        ("tiny-lfm2-moe",     Lfm2Moe, sizes(1024,         96,  208,    3, (6, 2),   16, true,    4_096, 1e6, None)
+            .with_experts(8, 3, 48)),
+        ("tiny-glm4-moe",     Glm4Moe, sizes(1024,         96,  208,    3, (6, 2),   16, false,   4_096, 1e6, None)
+            .with_experts(7, 2, 48)),
+        ("tiny-minimax-m2",   MiniMaxM2, sizes(1024,       96,   48,    2, (6, 2),   16, false,   4_096, 5e6, None)
+            .with_experts(8, 3, 48)),
         ("tiny-gpt-oss",      GptOss,  sizes(1024,         96,   64,    2, (8, 2),   16, false,   4_096, 1.5e5, None)
             .with_experts(8, 3, 64).with_windows_but(2, 12)),
         // No size here is a multiple of what a vector, a tile or a page holds.
@@ -475,7 +509,7 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             });
             map.insert("rope_parameters".into(), rope);
         }
-        (Architecture::Qwen35 | Architecture::Qwen35Moe, Value::Object(map)) => {
+        (Architecture::Qwen35 | Architecture::Qwen35Moe | Architecture::Qwen3Next, Value::Object(map)) => {
             // Of the tiny ones every second layer attends.
             let interval = if s.is_tiny { 2 } else { 4 };
             let [keys, key_dim, value_dim] = if s.is_tiny { [2, 24, 16] } else { [16, 128, 128] };
@@ -492,21 +526,58 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             map.insert("linear_value_head_dim".into(), value_dim.into());
             let rope = json!({ "partial_rotary_factor": 0.25, "rope_theta": s.theta, "rope_type": "default" });
             map.insert("rope_parameters".into(), rope);
-            if s.experts.is_some() {
+            if architecture == Architecture::Qwen35Moe {
                 map.shift_remove("intermediate_size");
             }
         }
-        (Architecture::Lfm2, Value::Object(map)) => {
-            let attends = |layer: &usize| if s.is_tiny { *layer == 1 } else { [2, 5, 8, 10, 12, 14].contains(layer) };
-            let kind = |layer: usize| if attends(&layer) { "full_attention" } else { "conv" };
+        (Architecture::Lfm2 | Architecture::Lfm2Moe, Value::Object(map)) => {
+            let attending: &[usize] = match (s.is_tiny, architecture) {
+                (true, _) => &[1],
+                (false, Architecture::Lfm2) => &[2, 5, 8, 10, 12, 14],
+                (false, _) => &[2, 6, 10, 14, 18, 21],
+            };
+            let kind = |layer: usize| if attending.contains(&layer) { "full_attention" } else { "conv" };
             for key in ["attention_bias", "head_dim", "hidden_act", "rms_norm_eps"] {
                 map.shift_remove(key);
             }
-            map.insert("block_auto_adjust_ff_dim".into(), false.into());
+            if architecture == Architecture::Lfm2 {
+                map.insert("block_auto_adjust_ff_dim".into(), false.into());
+            } else {
+                map.insert("norm_topk_prob".into(), true.into());
+                map.insert("num_dense_layers".into(), if s.is_tiny { 1 } else { 2 }.into());
+                map.insert("routed_scaling_factor".into(), 1.0.into());
+                map.insert("use_expert_bias".into(), true.into());
+            }
             map.insert("conv_L_cache".into(), 3.into());
             map.insert("conv_bias".into(), false.into());
             map.insert("layer_types".into(), (0..s.layers).map(kind).collect());
             map.insert("norm_eps".into(), 1e-5.into());
+        }
+        (Architecture::Glm4Moe, Value::Object(map)) => {
+            map.insert("attention_bias".into(), true.into());
+            map.insert("first_k_dense_replace".into(), 1.into());
+            map.insert("n_group".into(), 1.into());
+            map.insert("n_shared_experts".into(), 1.into());
+            map.insert("norm_topk_prob".into(), true.into());
+            map.insert("num_nextn_predict_layers".into(), 0.into());
+            map.insert("partial_rotary_factor".into(), 0.5.into());
+            // The tiny one is as the larger ones, which all have norms on heads.
+            map.insert("routed_scaling_factor".into(), if s.is_tiny { 2.5 } else { 1.0 }.into());
+            map.insert("topk_group".into(), 1.into());
+            map.insert("use_qk_norm".into(), s.is_tiny.into());
+        }
+        (Architecture::Glm4, Value::Object(map)) => {
+            // Of those with 32 billion weights no attention has biases.
+            map.insert("attention_bias".into(), (s.layers <= 40).into());
+            map.insert("partial_rotary_factor".into(), 0.5.into());
+        }
+        (Architecture::Ernie45, Value::Object(map)) => {
+            map.shift_remove("attention_bias");
+            map.insert("use_bias".into(), false.into());
+        }
+        (Architecture::MiniMaxM2, Value::Object(map)) => {
+            map.shift_remove("attention_bias");
+            map.insert("rotary_dim".into(), (s.head_dim / 2).into());
         }
         (Architecture::GptOss, Value::Object(map)) => {
             map.insert("attention_bias".into(), true.into());
@@ -632,21 +703,26 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
         _ => {}
     }
     if let (Some([n, chosen, intermediate]), Value::Object(map)) = (s.experts, &mut config) {
-        let key = if architecture == Architecture::Qwen35Moe { "num_experts" } else { "num_local_experts" };
+        let key = match architecture {
+            Architecture::Qwen35Moe | Architecture::Qwen3Next | Architecture::Lfm2Moe => "num_experts",
+            Architecture::Glm4Moe => "n_routed_experts",
+            _ => "num_local_experts",
+        };
         map.insert(key.into(), n.into());
         map.insert("num_experts_per_tok".into(), chosen.into());
-        if architecture == Architecture::Qwen35Moe {
+        if matches!(architecture, Architecture::Qwen35Moe | Architecture::Lfm2Moe | Architecture::Glm4Moe) {
             map.insert("moe_intermediate_size".into(), intermediate.into());
-        } else if matches!(architecture, Architecture::Qwen3Moe | Architecture::Qwen2Moe) {
+        } else if matches!(architecture, Architecture::Qwen3Moe | Architecture::Qwen2Moe | Architecture::Qwen3Next) {
             map.insert("moe_intermediate_size".into(), intermediate.into());
             map.insert("decoder_sparse_step".into(), 1.into());
             // The tiny ones have an MLP of the usual kind in between.
             map.insert("mlp_only_layers".into(), if s.is_tiny { json!([1]) } else { json!([]) });
-            map.insert("norm_topk_prob".into(), (architecture == Architecture::Qwen3Moe).into());
+            map.insert("norm_topk_prob".into(), (architecture != Architecture::Qwen2Moe).into());
         }
     }
     if let (Some(intermediate), Value::Object(map)) = (s.shared, &mut config) {
-        let is_qwen = matches!(architecture, Architecture::Qwen2Moe | Architecture::Qwen35Moe);
+        let is_qwen =
+            matches!(architecture, Architecture::Qwen2Moe | Architecture::Qwen35Moe | Architecture::Qwen3Next);
         let key = if is_qwen { "shared_expert_intermediate_size" } else { "shared_intermediate_size" };
         map.insert(key.into(), intermediate.into());
     }
@@ -956,6 +1032,8 @@ fn value_table(spec: &TensorSpec) -> Vec<u16> {
         Role::Head | Role::Router => Box::new(spread(3.2 / fan_in.sqrt())),
         Role::Embedding => Box::new(spread(0.15)),
         Role::Bias => Box::new(spread(0.3)),
+        // So that it decides now and then, and not always.
+        Role::Correction => Box::new(spread(0.1)),
         // As many rows as it reaches over count alike.
         Role::Filter => Box::new(spread(1.6 / fan_in.sqrt())),
         // Of a state 0.97 to 0.15 stays, where what a row says is 0.

@@ -184,7 +184,7 @@ unsafe fn taken<P: Numbered>(at: impl Place) -> P::Row {
 pub(super) unsafe fn make_numbers<P: Numbered>(unit: u32, k: u32) {
     // SAFETY: the caller's promise: the numbers take the place of what they are made of, for which the row filled up has room.
     unsafe {
-        // Nothing has been staged beyond the row.
+        // Nothing has been staged beyond the row, and who reads another unit's place may find its numbers there.
         let eight = |at: u32| if at < k { staged_eight(at) } else { [0.0; 8] };
         put::<P>(InPlace(unit), P::of(eights_of::<P>(unit, k, eight)));
     }

@@ -1104,7 +1104,7 @@ fn distance(expected: &[f32], found: &[f32]) -> f64 {
 }
 
 /// Models with what `transformers` makes of them, one of each that has operators of its own, or a part of one.
-const FIXTURES: [&str; 15] = [
+const FIXTURES: [&str; 16] = [
     "tiny-qwen3",
     "tiny-llama",
     "tiny-qwen2",
@@ -1120,6 +1120,7 @@ const FIXTURES: [&str; 15] = [
     "tiny-lfm2",
     "tiny-granite4-h",
     "tiny-gpt-oss",
+    "tiny-glm4-moe",
 ];
 
 /// Those of them that a simulated GPU, which takes half a minute for each, is given: a dense one, and one of experts.

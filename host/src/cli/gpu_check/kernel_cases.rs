@@ -12,7 +12,7 @@ use perpetua::model::decoder::{BuildError, Cache, Head};
 use perpetua_device::kernels::elementwise::Function;
 use perpetua_device::kernels::gated_linear::Gating;
 use perpetua_device::kernels::linear::Activation;
-use perpetua_device::kernels::routing::Weighting;
+use perpetua_device::kernels::routing::{Counting, Weighting};
 use perpetua_device::kernels::{
     Attention, CausalConv, ExpertRoutes, ExpertsDown, ExpertsUp, Gated, GatedLinear, Linear, MacroKernel, Numbered,
     Recurrence, RoutedLinear, SPECS, Spec, Use, linear,
@@ -254,8 +254,10 @@ fn others(model: &Model, rows: usize) -> Result<KernelGraph, EngineError> {
         let mut bias = |n: usize| graph.view(table, 0, &[experts, n], &[n, 1]);
         let biases = if dtype.is_float() { Some([bias(n)?, bias(n)?, bias(k)?]) } else { None };
         let gating = Gating { activation: Activation::None as u32, limit: 1.0, alpha: 1.702 };
-        let (chosen, weighting) = (2.min(experts), Weighting::Chosen);
-        let args = ExpertArgs { logits, gate, up, down, biases, residual: Some(x), chosen, weighting, gating };
+        let (chosen, residual) = (2.min(experts), Some(x));
+        let correction = if dtype.is_float() { Some(graph.view(table, 0, &[experts], &[1])?) } else { None };
+        let counting = Counting { factor: 2.5, ..Counting::of(Weighting::Sigmoids) };
+        let args = ExpertArgs { logits, correction, gate, up, down, biases, residual, chosen, counting, gating };
         graph.experts("experts", gated, args)?;
         Ok(graph)
     };

@@ -81,16 +81,21 @@ impl Experts {
 
     /// What comes in the place of `up`.
     fn up(&self, up: &Operator, target: &Target) -> [Operator; 2] {
-        let experts_up::Params { gating, weighting, .. } = kernels::params(&up.kernel.params);
+        let experts_up::Params { gating, counting, .. } = kernels::params(&up.kernel.params);
         let route = Operator {
             name: format!("{}.route", up.name.strip_suffix(".up").unwrap_or(&up.name)),
             kernel: KernelCall {
                 task_type: ExpertRoutes::TASK_TYPE,
-                params: param_words(&expert_routes::Params { weighting }),
+                params: param_words(&expert_routes::Params { counting }),
                 ..up.kernel
             },
-            slots: vec![up.slots[experts_up::slot::LOGITS], Some(self.experts), Some(self.weights)],
-            axes: vec![self.by_rows(3)],
+            slots: vec![
+                up.slots[experts_up::slot::LOGITS],
+                Some(self.experts),
+                Some(self.weights),
+                up.slots[experts_up::slot::CORRECTION],
+            ],
+            axes: vec![self.by_rows([true, true, true, false])],
             cut: None,
         };
         use experts_up::slot::{GATE, GATE_BIAS, UP, UP_BIAS, X, Y};
@@ -120,15 +125,16 @@ impl Experts {
                 ..down.kernel
             },
             slots: vec![Some(each), residual, y],
-            axes: vec![self.by_rows(3)],
+            axes: vec![self.by_rows([true; 3])],
             cut: None,
         };
         Ok([product, sum])
     }
 
-    /// The rows that all of so many operands have.
-    fn by_rows(&self, operands: usize) -> Axis {
-        Axis { len: self.rows, dims: vec![Some(0); operands], role: AxisRole::Rows }
+    /// The rows that those of the operands have that say so.
+    fn by_rows<const N: usize>(&self, operands: [bool; N]) -> Axis {
+        let dims = operands.map(|has_rows| has_rows.then_some(0)).to_vec();
+        Axis { len: self.rows, dims, role: AxisRole::Rows }
     }
 }
 

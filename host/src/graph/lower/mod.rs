@@ -221,7 +221,7 @@ fn set_order(graph: &KernelGraph, ops: &mut [BlockOp]) {
             GatedLinear::TASK_TYPE => param_words(&gated_linear::Params { order, ..kernels::params(&kernel.params) }),
             Attention::TASK_TYPE => param_words(&attention::Params { order, ..kernels::params(&kernel.params) }),
             ExpertsUp::TASK_TYPE => param_words(&experts_up::Params { order, ..kernels::params(&kernel.params) }),
-            ExpertsDown::TASK_TYPE => param_words(&experts_down::Params { order }),
+            ExpertsDown::TASK_TYPE => param_words(&experts_down::Params { order, ..kernels::params(&kernel.params) }),
             _ => kernel.params,
         };
     }

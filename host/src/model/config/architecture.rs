@@ -55,8 +55,28 @@ pub enum Architecture {
     /// `Qwen3_5MoeForCausalLM`, and that half of `Qwen3_5MoeForConditionalGeneration`: Qwen3.5 whose MLPs are mixtures of experts, the matrices of all of
     /// them one tensor, and beside these an MLP that all rows go to.
     Qwen35Moe,
+    /// `Qwen3NextForCausalLM`, and so Qwen3-Coder-Next: Qwen3.5 MoE, whose files have the matrices of linear attention by heads.
+    Qwen3Next,
+    /// `GlmForCausalLM` (GLM 4 of 2024): Llama whose gate and up are one matrix; of each head a part is turned, neighbours with each other.
+    Glm,
+    /// `Glm4ForCausalLM` (GLM 4 of 2025): the same with norms before and after attention and MLP.
+    Glm4,
+    /// `Ernie4_5ForCausalLM`: Llama whose heads are turned neighbours with each other.
+    Ernie45,
     /// `Lfm2ForCausalLM`: most layers have a short convolution in the place of attention.
     Lfm2,
+    /// `Lfm2MoeForCausalLM`: LFM2 whose MLPs, but for the first layers', are mixtures of experts, chosen by corrected sigmoids.
+    Lfm2Moe,
+    /// `Glm4MoeForCausalLM` (GLM 4.5 to 4.7, Air too): mixtures of experts, chosen by corrected sigmoids, but for the first layers', with an MLP beside them
+    /// that all rows go to; of each head a part is turned.
+    Glm4Moe,
+    /// `SolarOpenForCausalLM`: the same in all layers, whose heads are turned as a whole.
+    SolarOpen,
+    /// `ExaoneMoeForCausalLM` (K-EXAONE): experts as GLM's, with norms on each head's query and key. Where layers have windows, the others do not turn queries
+    /// and keys.
+    ExaoneMoe,
+    /// `MiniMaxM2ForCausalLM`: mixtures of experts, chosen by corrected sigmoids, and norms on all queries and all keys of a row.
+    MiniMaxM2,
     /// `GptOssForCausalLM`: mixtures of experts with biases, whose gates and ups are limited; each head has a sink, which takes part in what it attends to, and
     /// every second layer a window. Files have experts' matrices in MXFP4, or with gates and ups in turn.
     GptOss,
@@ -144,23 +164,69 @@ pub(super) enum Recurs {
 /// Mixtures of experts, where the file does not say otherwise.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Mixture {
+    /// What may say how many there are: its names depend on the version of transformers that wrote the file.
+    pub(super) keys: &'static [&'static str],
     pub(super) n: usize,
     pub(super) chosen: usize,
     /// An expert's `moe_intermediate_size`; `None`: it is `intermediate_size` that says it.
     pub(super) intermediate_size: Option<usize>,
-    /// The parts with which experts count add up to 1 whatever `norm_topk_prob` says; else it says so.
-    pub(super) normalises: bool,
-    /// The file may say that some layers have an MLP of the usual kind, or all.
-    pub(super) may_lack: bool,
+    /// Whether the parts with which experts count add up to 1.
+    pub(super) normalises: Normalises,
+    pub(super) sparse: Sparse,
+    pub(super) sigmoids: Option<Sigmoids>,
     pub(super) shared: Option<Shared>,
+}
+
+/// What `norm_topk_prob` says of experts' parts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Normalises {
+    /// Nothing: they add up to 1.
+    Always,
+    /// That they do not, if it is false.
+    Unless,
+    /// That they do, if it is true.
+    If,
+}
+
+/// Which layers have experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sparse {
+    /// All of them.
+    All,
+    /// Every `decoder_sparse_step`th but for `mlp_only_layers`, or none, if there are no experts.
+    Stepped,
+    /// All but the first so many.
+    Later {
+        /// What says how many.
+        key: &'static str,
+        /// And where it does not.
+        dense: usize,
+        /// What names each layer's kind, and comes before that.
+        types_key: Option<&'static str>,
+    },
+}
+
+/// Experts that count by the sigmoids of their logits.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sigmoids {
+    /// What says that a number is added to each where they are chosen; `None`: it is so.
+    pub(super) corrected_key: Option<&'static str>,
+    /// What says what they are multiplied with; `None`: with 1.
+    pub(super) factor_key: Option<&'static str>,
+    /// That where it does not.
+    pub(super) factor: f64,
+    /// What is added to their sum.
+    pub(super) added: f64,
 }
 
 /// An MLP beside experts that all rows go to, where the file does not say otherwise.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Shared {
-    /// What its `intermediate_size` is called; 0: there is none.
+    /// What says its `intermediate_size`, or, if that `is_in_experts`, how many of an expert's it is; 0: there is none.
     pub(super) key: &'static str,
-    pub(super) intermediate_size: usize,
+    pub(super) is_in_experts: bool,
+    /// What that says where it is missing.
+    pub(super) otherwise: usize,
     /// It counts with the sigmoid of a logit of its own.
     pub(super) is_weighed: bool,
     /// Where there are no experts, layers have it alone.
@@ -179,6 +245,8 @@ pub(super) struct Traits {
     /// Checkpoints have the norms' factors less one.
     pub(super) norms_less_one: bool,
     pub(super) qk_norm: QkNorm,
+    /// What says that it is so; `None`: it is.
+    pub(super) qk_norm_key: Option<&'static str>,
     /// q, k and v are one matrix.
     pub(super) is_fused: bool,
     /// Embeddings, scores, logits and what layers add are multiplied with numbers of the file's.
@@ -201,6 +269,8 @@ pub(super) struct Traits {
     pub(super) window: Option<usize>,
     /// Each type of layer may have a RoPE of its own.
     pub(super) ropes_by_type: bool,
+    /// Elements of a head are turned with their neighbours; else those of one half with those of the other.
+    pub(super) turns_neighbours: bool,
     /// What the base of the RoPE is called beside all other keys.
     pub(super) theta_key: &'static str,
     /// The same of layers with a window, and that base; `None`: as in the others.
@@ -237,6 +307,7 @@ const USUAL: Traits = Traits {
     norms: Norms::Before,
     norms_less_one: false,
     qk_norm: QkNorm::None,
+    qk_norm_key: None,
     is_fused: false,
     multiplies: false,
     mixture: None,
@@ -251,6 +322,7 @@ const USUAL: Traits = Traits {
     sliding: Sliding::Never,
     window: Some(4096),
     ropes_by_type: false,
+    turns_neighbours: false,
     theta_key: "rope_theta",
     sliding_theta: None,
     original_context: None,
@@ -292,17 +364,98 @@ const GRANITE: Traits = Traits { multiplies: true, max_position_embeddings: 2048
 const OLMO: Traits =
     Traits { norms: Norms::After, qk_norm: QkNorm::Rows, max_position_embeddings: 2048, rms_norm_eps: 1e-5, ..USUAL };
 
-const GRANITE_EXPERTS: Mixture =
-    Mixture { n: 8, chosen: 2, intermediate_size: None, normalises: true, may_lack: false, shared: None };
+const EXPERTS: Mixture = Mixture {
+    keys: &["num_experts", "num_local_experts"],
+    n: 8,
+    chosen: 2,
+    intermediate_size: None,
+    normalises: Normalises::Always,
+    sparse: Sparse::All,
+    sigmoids: None,
+    shared: None,
+};
 
-const GRANITE_SHARED: Shared =
-    Shared { key: "shared_intermediate_size", intermediate_size: 0, is_weighed: false, stands_alone: false };
+const GRANITE_SHARED: Shared = Shared {
+    key: "shared_intermediate_size",
+    is_in_experts: false,
+    otherwise: 0,
+    is_weighed: false,
+    stands_alone: false,
+};
+
+const QWEN_SHARED: Shared = Shared {
+    key: "shared_expert_intermediate_size",
+    is_in_experts: false,
+    otherwise: 5632,
+    is_weighed: true,
+    stands_alone: false,
+};
+
+/// So small that it is a guard against dividing by 0 alone.
+const SIGMOIDS: Sigmoids =
+    Sigmoids { corrected_key: None, factor_key: Some("routed_scaling_factor"), factor: 1.0, added: 1e-20 };
+
+const GLM_SHARED: Shared =
+    Shared { key: "n_shared_experts", is_in_experts: true, otherwise: 1, is_weighed: false, stands_alone: false };
+
+const GLM_EXPERTS: Mixture = Mixture {
+    keys: &["n_routed_experts", "num_local_experts"],
+    n: 128,
+    chosen: 8,
+    intermediate_size: Some(1408),
+    normalises: Normalises::Unless,
+    sparse: Sparse::Later { key: "first_k_dense_replace", dense: 1, types_key: None },
+    sigmoids: Some(SIGMOIDS),
+    shared: Some(GLM_SHARED),
+};
+
+const GLM: Traits = Traits {
+    output_bias: Some(Biases::Never),
+    n_kv_heads: Some(8),
+    max_position_embeddings: 131_072,
+    rms_norm_eps: 1e-5,
+    ..USUAL
+};
+
+const GLM_DENSE: Traits = Traits {
+    attention_bias: Biases::Said { key: "attention_bias", otherwise: true },
+    turns_neighbours: true,
+    turned_part: Some(0.5),
+    n_kv_heads: Some(2),
+    head_dim: Some(128),
+    rms_norm_eps: 1.5625e-7,
+    ..GLM
+};
+
+const LFM: Traits = Traits {
+    qk_norm: QkNorm::Heads,
+    recurs: Some(Recurs::Convolution),
+    attention_bias: Biases::Never,
+    n_kv_heads: Some(8),
+    max_position_embeddings: 128_000,
+    eps_key: "norm_eps",
+    rms_norm_eps: 1e-5,
+    rope_theta: 1e6,
+    tie_word_embeddings: true,
+    ..USUAL
+};
+
+const EXAONE: Traits = Traits {
+    qk_norm: QkNorm::Heads,
+    attention_bias: Biases::Never,
+    sliding: Sliding::Most { pattern: 4 },
+    is_still_without_window: true,
+    n_kv_heads: Some(32),
+    max_position_embeddings: 2048,
+    rms_norm_eps: 1e-5,
+    ..USUAL
+};
 
 const ENCODER: Traits = Traits { is_encoder: true, activation: Activation::Gelu, ..USUAL };
 
 impl Architecture {
     /// Every architecture.
-    pub const ALL: [Architecture; 27] = [
+    pub const ALL: [Architecture; 36] = [
         Architecture::Qwen3,
         Architecture::Qwen3Moe,
         Architecture::Qwen2,
@@ -324,7 +477,16 @@ impl Architecture {
         Architecture::Olmoe,
         Architecture::Qwen35,
         Architecture::Qwen35Moe,
+        Architecture::Qwen3Next,
+        Architecture::Glm,
+        Architecture::Glm4,
+        Architecture::Ernie45,
         Architecture::Lfm2,
+        Architecture::Lfm2Moe,
+        Architecture::Glm4Moe,
+        Architecture::SolarOpen,
+        Architecture::ExaoneMoe,
+        Architecture::MiniMaxM2,
         Architecture::GptOss,
         Architecture::Exaone4,
         Architecture::Bert,
@@ -350,9 +512,9 @@ impl Architecture {
                     n: 128,
                     chosen: 8,
                     intermediate_size: Some(768),
-                    normalises: false,
-                    may_lack: true,
-                    shared: None,
+                    normalises: Normalises::If,
+                    sparse: Sparse::Stepped,
+                    ..EXPERTS
                 }),
                 sliding: Sliding::AllIfUsed,
                 n_kv_heads: Some(4),
@@ -372,14 +534,10 @@ impl Architecture {
                     n: 60,
                     chosen: 4,
                     intermediate_size: Some(1408),
-                    normalises: false,
-                    may_lack: true,
-                    shared: Some(Shared {
-                        key: "shared_expert_intermediate_size",
-                        intermediate_size: 5632,
-                        is_weighed: true,
-                        stands_alone: false,
-                    }),
+                    normalises: Normalises::If,
+                    sparse: Sparse::Stepped,
+                    shared: Some(QWEN_SHARED),
+                    ..EXPERTS
                 }),
                 attention_bias: Biases::Said { key: "qkv_bias", otherwise: true },
                 output_bias: Some(Biases::Never),
@@ -409,7 +567,7 @@ impl Architecture {
             Architecture::Mixtral => Traits {
                 class_name: "MixtralForCausalLM",
                 model_type: "mixtral",
-                mixture: Some(GRANITE_EXPERTS),
+                mixture: Some(EXPERTS),
                 sliding: Sliding::All,
                 window: None,
                 rms_norm_eps: 1e-5,
@@ -453,13 +611,13 @@ impl Architecture {
             Architecture::GraniteMoe => Traits {
                 class_name: "GraniteMoeForCausalLM",
                 model_type: "granitemoe",
-                mixture: Some(GRANITE_EXPERTS),
+                mixture: Some(EXPERTS),
                 ..GRANITE
             },
             Architecture::GraniteMoeShared => Traits {
                 class_name: "GraniteMoeSharedForCausalLM",
                 model_type: "granitemoeshared",
-                mixture: Some(Mixture { shared: Some(GRANITE_SHARED), ..GRANITE_EXPERTS }),
+                mixture: Some(Mixture { shared: Some(GRANITE_SHARED), ..EXPERTS }),
                 ..GRANITE
             },
             Architecture::GraniteMoeHybrid => Traits {
@@ -467,9 +625,9 @@ impl Architecture {
                 model_type: "granitemoehybrid",
                 recurs: Some(Recurs::StateSpace),
                 mixture: Some(Mixture {
-                    may_lack: true,
-                    shared: Some(Shared { intermediate_size: 1024, stands_alone: true, ..GRANITE_SHARED }),
-                    ..GRANITE_EXPERTS
+                    sparse: Sparse::Stepped,
+                    shared: Some(Shared { otherwise: 1024, stands_alone: true, ..GRANITE_SHARED }),
+                    ..EXPERTS
                 }),
                 ..GRANITE
             },
@@ -511,14 +669,7 @@ impl Architecture {
                 class_name: "OlmoeForCausalLM",
                 model_type: "olmoe",
                 norms: Norms::Before,
-                mixture: Some(Mixture {
-                    n: 64,
-                    chosen: 8,
-                    intermediate_size: None,
-                    normalises: false,
-                    may_lack: false,
-                    shared: None,
-                }),
+                mixture: Some(Mixture { n: 64, chosen: 8, normalises: Normalises::If, ..EXPERTS }),
                 max_position_embeddings: 4096,
                 ..OLMO
             },
@@ -530,29 +681,49 @@ impl Architecture {
                     n: 256,
                     chosen: 8,
                     intermediate_size: Some(512),
-                    normalises: true,
-                    may_lack: false,
-                    shared: Some(Shared {
-                        key: "shared_expert_intermediate_size",
-                        intermediate_size: 512,
-                        is_weighed: true,
-                        stands_alone: false,
-                    }),
+                    shared: Some(Shared { otherwise: 512, ..QWEN_SHARED }),
+                    ..EXPERTS
                 }),
                 n_kv_heads: Some(2),
                 ..QWEN_3_5
             },
+            Architecture::Qwen3Next => Traits {
+                class_name: "Qwen3NextForCausalLM",
+                model_type: "qwen3_next",
+                mixture: Some(Mixture {
+                    n: 512,
+                    chosen: 10,
+                    intermediate_size: Some(512),
+                    normalises: Normalises::Unless,
+                    sparse: Sparse::Stepped,
+                    shared: Some(Shared { otherwise: 512, ..QWEN_SHARED }),
+                    ..EXPERTS
+                }),
+                n_kv_heads: Some(2),
+                ..QWEN_3_5
+            },
+            Architecture::Glm => Traits { class_name: "GlmForCausalLM", model_type: "glm", ..GLM_DENSE },
+            Architecture::Glm4 => {
+                Traits { class_name: "Glm4ForCausalLM", model_type: "glm4", norms: Norms::Around, ..GLM_DENSE }
+            }
+            Architecture::Ernie45 => Traits {
+                class_name: "Ernie4_5ForCausalLM",
+                model_type: "ernie4_5",
+                turns_neighbours: true,
+                attention_bias: if_said("use_bias"),
+                mlp_bias: if_said("use_bias"),
+                n_kv_heads: Some(2),
+                head_dim: Some(128),
+                max_position_embeddings: 131_072,
+                rms_norm_eps: 1e-5,
+                rope_theta: 5e5,
+                tie_word_embeddings: true,
+                ..USUAL
+            },
             Architecture::GptOss => Traits {
                 class_name: "GptOssForCausalLM",
                 model_type: "gpt_oss",
-                mixture: Some(Mixture {
-                    n: 128,
-                    chosen: 4,
-                    intermediate_size: None,
-                    normalises: true,
-                    may_lack: false,
-                    shared: None,
-                }),
+                mixture: Some(Mixture { n: 128, chosen: 4, ..EXPERTS }),
                 limits_experts: true,
                 has_sinks: true,
                 attention_bias: Biases::Said { key: "attention_bias", otherwise: true },
@@ -565,33 +736,79 @@ impl Architecture {
                 rope_theta: 1.5e5,
                 ..USUAL
             },
-            Architecture::Lfm2 => Traits {
-                class_name: "Lfm2ForCausalLM",
-                model_type: "lfm2",
+            Architecture::Lfm2 => Traits { class_name: "Lfm2ForCausalLM", model_type: "lfm2", ..LFM },
+            Architecture::Lfm2Moe => Traits {
+                class_name: "Lfm2MoeForCausalLM",
+                model_type: "lfm2_moe",
+                mixture: Some(Mixture {
+                    keys: &["num_experts"],
+                    n: 32,
+                    chosen: 4,
+                    intermediate_size: Some(1792),
+                    normalises: Normalises::Unless,
+                    sparse: Sparse::Later { key: "num_dense_layers", dense: 2, types_key: None },
+                    sigmoids: Some(Sigmoids { corrected_key: Some("use_expert_bias"), added: 1e-6, ..SIGMOIDS }),
+                    ..EXPERTS
+                }),
+                ..LFM
+            },
+            Architecture::Glm4Moe => Traits {
+                class_name: "Glm4MoeForCausalLM",
+                model_type: "glm4_moe",
                 qk_norm: QkNorm::Heads,
-                recurs: Some(Recurs::Convolution),
-                attention_bias: Biases::Never,
-                n_kv_heads: Some(8),
-                max_position_embeddings: 128_000,
-                eps_key: "norm_eps",
-                rms_norm_eps: 1e-5,
+                qk_norm_key: Some("use_qk_norm"),
+                mixture: Some(GLM_EXPERTS),
+                turned_part: Some(0.5),
+                ..GLM
+            },
+            Architecture::SolarOpen => Traits {
+                class_name: "SolarOpenForCausalLM",
+                model_type: "solar_open",
+                mixture: Some(Mixture { intermediate_size: Some(1280), sparse: Sparse::All, ..GLM_EXPERTS }),
+                turned_part: Some(1.0),
+                head_dim: Some(128),
                 rope_theta: 1e6,
-                tie_word_embeddings: true,
-                ..USUAL
+                ..GLM
             },
-            Architecture::Exaone4 => Traits {
-                class_name: "Exaone4ForCausalLM",
-                model_type: "exaone4",
-                norms: Norms::After,
-                qk_norm: QkNorm::Heads,
+            Architecture::ExaoneMoe => Traits {
+                class_name: "ExaoneMoeForCausalLM",
+                model_type: "exaone_moe",
+                mixture: Some(Mixture {
+                    keys: &["num_experts"],
+                    sparse: Sparse::Later {
+                        key: "first_k_dense_replace",
+                        dense: 1,
+                        types_key: Some("mlp_layer_types"),
+                    },
+                    n: 64,
+                    intermediate_size: Some(1024),
+                    sigmoids: Some(Sigmoids { factor: 2.5, ..SIGMOIDS }),
+                    shared: Some(Shared { key: "num_shared_experts", ..GLM_SHARED }),
+                    ..GLM_EXPERTS
+                }),
+                ..EXAONE
+            },
+            Architecture::MiniMaxM2 => Traits {
+                class_name: "MiniMaxM2ForCausalLM",
+                model_type: "minimax_m2",
+                qk_norm: QkNorm::Rows,
+                mixture: Some(Mixture {
+                    n: 256,
+                    chosen: 8,
+                    sigmoids: Some(Sigmoids { factor_key: None, added: 0.0, ..SIGMOIDS }),
+                    ..EXPERTS
+                }),
                 attention_bias: Biases::Never,
-                sliding: Sliding::Most { pattern: 4 },
-                is_still_without_window: true,
-                n_kv_heads: Some(32),
-                max_position_embeddings: 2048,
-                rms_norm_eps: 1e-5,
+                turned_part: Some(1.0),
+                n_kv_heads: Some(8),
+                head_dim: Some(128),
+                max_position_embeddings: 196_608,
+                rope_theta: 5e6,
                 ..USUAL
             },
+            Architecture::Exaone4 => {
+                Traits { class_name: "Exaone4ForCausalLM", model_type: "exaone4", norms: Norms::After, ..EXAONE }
+            }
             Architecture::Bert => Traits { class_name: "BertModel", model_type: "bert", ..ENCODER },
             Architecture::Roberta => Traits { class_name: "RobertaModel", model_type: "roberta", ..ENCODER },
             Architecture::ModernBert => Traits {
@@ -631,6 +848,18 @@ impl Architecture {
     /// Whether its MLPs are mixtures of experts.
     pub const fn has_experts(self) -> bool {
         self.traits().mixture.is_some()
+    }
+
+    /// What may say how many experts there are, and how many of their size are beside them.
+    pub(super) fn expert_keys(self) -> impl Iterator<Item = &'static str> {
+        let mixture = self.traits().mixture;
+        let shared = mixture.and_then(|mixture| mixture.shared).map(|shared| shared.key);
+        mixture.into_iter().flat_map(|mixture| mixture.keys).copied().chain(shared)
+    }
+
+    /// Whether elements of a head are turned with their neighbours.
+    pub(crate) const fn turns_neighbours(self) -> bool {
+        self.traits().turns_neighbours
     }
 
     /// Whether its checkpoints have q, k and v as one matrix.

@@ -5,7 +5,7 @@ use std::ops::RangeInclusive;
 use perpetua_device::kernels::{causal_conv, recurrence, routing};
 use perpetua_shared::dtype::Q4_BLOCK;
 
-use super::architecture::{Biases, Recurs, Shared, Sliding};
+use super::architecture::{Biases, Mixture, Normalises, Recurs, Shared, Sliding, Sparse};
 use super::rope::{self, Rope, RopeScaling};
 use super::{
     Activation, Architecture, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS, MAX_POSITIONS,
@@ -144,8 +144,10 @@ pub struct Experts {
     pub chosen: usize,
     /// Elements between the linear layers of each.
     pub intermediate_size: usize,
-    /// Whether the parts with which those chosen count add up to 1.
+    /// Whether the parts with which those chosen count add up to 1, or to the factor of [`Experts::sigmoids`].
     pub normalise: bool,
+    /// Those parts are of the sigmoids of their logits; else of the softmax.
+    pub sigmoids: Option<Sigmoids>,
     /// Per layer, whether it has them; else its MLP is the usual one.
     pub layers: Vec<bool>,
     /// An MLP beside them that all rows go to, if there is one.
@@ -154,6 +156,17 @@ pub struct Experts {
     pub limited: Option<LimitedGate>,
     /// Whether files have their matrices in MXFP4.
     pub is_mxfp4: bool,
+}
+
+/// Experts that count by the sigmoids of their logits.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sigmoids {
+    /// Whether a number of its own is added to each expert's where they are chosen.
+    pub are_corrected: bool,
+    /// What they are multiplied with.
+    pub factor: f64,
+    /// What is added to the sum of those chosen, where their parts add up.
+    pub added: f64,
 }
 
 /// What becomes of gates and ups, instead of act(gate) * up: g * sigmoid(alpha * g) * (u + 1), where g is the gate, but no more than the limit, and u the up,
@@ -276,7 +289,7 @@ pub(super) fn decoder(
     let is_said = fields.get("intermediate_size").is_some();
     let of_experts = experts.as_ref().filter(|of| !is_said && of.layers.iter().all(|has| *has));
     let intermediate_size = match (alone, of_experts) {
-        (Some(shared), _) => match shared_size(fields, shared)? {
+        (Some(shared), _) => match shared_size(fields, shared, 0)? {
             0 => return Err(fields.wrong(shared.key, "at least 1, where there are no experts")),
             size => size,
         },
@@ -310,7 +323,9 @@ pub(super) fn decoder(
     let windows = windows(fields, architecture, &layers, of_window, max_position_embeddings)?;
     let act_key = if is_gemma { "hidden_activation" } else { "hidden_act" };
     // Its older files' name comes before today's.
-    let tied_before = if architecture == Architecture::Lfm2 { fields.flag("tie_embedding")? } else { None };
+    let is_lfm = matches!(architecture, Architecture::Lfm2 | Architecture::Lfm2Moe);
+    let tied_before = if is_lfm { fields.flag("tie_embedding")? } else { None };
+    let has_qk_norm = traits.qk_norm_key.map_or(Ok(true), |key| Ok(fields.flag(key)?.unwrap_or(false)));
     let is_tied = match is_tied.or(tied_before) {
         Some(is_tied) => is_tied,
         None => fields.flag("tie_word_embeddings")?.unwrap_or(traits.tie_word_embeddings),
@@ -341,7 +356,7 @@ pub(super) fn decoder(
         attention_bias,
         output_bias: traits.output_bias.map_or(Ok(attention_bias), has)?,
         mlp_bias: has(traits.mlp_bias)?,
-        qk_norm: traits.qk_norm,
+        qk_norm: if has_qk_norm? { traits.qk_norm } else { QkNorm::None },
         max_position_embeddings,
         is_bidirectional,
         windows,
@@ -607,26 +622,71 @@ fn windows(
     Ok(layers.iter().map(|layer| window.filter(|_| layer.slides)).collect())
 }
 
-/// Elements between the linear layers of an MLP that all rows go to; 0: there is none.
-fn shared_size(fields: &Fields<'_>, Shared { key, intermediate_size, .. }: Shared) -> Result<usize, ModelError> {
-    Ok(fields.whole(key, 0..=MAX_INTERMEDIATE)?.unwrap_or(intermediate_size))
+/// Elements between the linear layers of an MLP that all rows go to, beside experts of so many; 0: there is none.
+fn shared_size(
+    fields: &Fields<'_>,
+    Shared { key, is_in_experts, otherwise, .. }: Shared,
+    of_expert: usize,
+) -> Result<usize, ModelError> {
+    let each = if is_in_experts { of_expert.max(1) } else { 1 };
+    Ok(each * fields.whole(key, 0..=MAX_INTERMEDIATE / each)?.unwrap_or(otherwise))
+}
+
+/// Per layer, whether it has experts, of which there are `n`.
+fn sparse_layers(fields: &Fields<'_>, sparse: Sparse, n_layers: usize, n: usize) -> Result<Vec<bool>, ModelError> {
+    match sparse {
+        Sparse::All => Ok(vec![true; n_layers]),
+        Sparse::Stepped => {
+            let step = fields.whole("decoder_sparse_step", 1..=MAX_LAYERS)?.unwrap_or(1);
+            let dense = fields.wholes("mlp_only_layers", 0..=MAX_LAYERS)?.unwrap_or_default();
+            Ok((0..n_layers).map(|layer| n > 0 && (layer + 1) % step == 0 && !dense.contains(&layer)).collect())
+        }
+        Sparse::Later { key, dense, types_key } => {
+            let types = types_key.map_or(Ok(None), |key| Ok(fields.texts(key)?.map(|types| (key, types))))?;
+            if let Some((key, types)) = types {
+                if let Some(other) = types.iter().find(|kind| !matches!(**kind, "sparse" | "dense")) {
+                    return Err(ModelError::unsupported(fields.path(), key, *other, "sparse, dense"));
+                }
+                if types.len() != n_layers {
+                    return Err(not_one_a_layer(fields, key, types.len(), n_layers));
+                }
+                return Ok(types.iter().map(|kind| *kind == "sparse").collect());
+            }
+            let dense = fields.whole(key, 0..=MAX_LAYERS)?.unwrap_or(dense);
+            Ok((0..n_layers).map(|layer| layer >= dense).collect())
+        }
+    }
+}
+
+/// How experts count that do so by the sigmoids of their logits.
+fn sigmoids(fields: &Fields<'_>, mixture: Mixture) -> Result<Option<Sigmoids>, ModelError> {
+    let Some(of) = mixture.sigmoids else { return Ok(None) };
+    // Of several groups only some would be chosen from.
+    let (groups, taken) = (fields.whole("n_group", 1..=MAX_HIDDEN)?, fields.whole("topk_group", 1..=MAX_HIDDEN)?);
+    if groups.unwrap_or(1) > taken.unwrap_or(1) {
+        return Err(fields.unsupported("n_group", "as many as topk_group"));
+    }
+    Ok(Some(Sigmoids {
+        are_corrected: of.corrected_key.map_or(Ok(true), |key| Ok(fields.flag(key)?.unwrap_or(true)))?,
+        factor: of.factor_key.map_or(Ok(None), |key| fields.real(key, 1e-3..=1e3))?.unwrap_or(of.factor),
+        added: of.added,
+    }))
 }
 
 /// The mixtures of experts of `architecture`.
 fn experts(fields: &Fields<'_>, architecture: Architecture, n_layers: usize) -> Result<Option<Experts>, ModelError> {
     const MOST: usize = routing::MAX_EXPERTS as usize;
     let Some(mixture) = architecture.traits().mixture else { return Ok(None) };
-    // Which of its names the number has depends on the version of transformers that wrote the file.
-    let key = if fields.get("num_experts").is_some() { "num_experts" } else { "num_local_experts" };
-    let n = fields.whole(key, usize::from(!mixture.may_lack)..=MOST)?.unwrap_or(mixture.n);
-    let (mut step, mut dense) = (1, Vec::new());
-    if mixture.may_lack {
-        step = fields.whole("decoder_sparse_step", 1..=MAX_LAYERS)?.unwrap_or(1);
-        dense = fields.wholes("mlp_only_layers", 0..=MAX_LAYERS)?.unwrap_or_default();
-    }
-    let normalise = mixture.normalises || fields.flag("norm_topk_prob")?.unwrap_or(false);
-    let layers: Vec<bool> =
-        (0..n_layers).map(|layer| n > 0 && (layer + 1) % step == 0 && !dense.contains(&layer)).collect();
+    let key = mixture.keys.iter().find(|key| fields.get(key).is_some()).unwrap_or(&mixture.keys[0]);
+    let n = fields.whole(key, usize::from(mixture.sparse != Sparse::Stepped)..=MOST)?.unwrap_or(mixture.n);
+    let sigmoids = sigmoids(fields, mixture)?;
+    let said = fields.flag("norm_topk_prob")?;
+    let normalise = match mixture.normalises {
+        Normalises::Always => true,
+        Normalises::Unless => said.unwrap_or(true),
+        Normalises::If => said.unwrap_or(false),
+    };
+    let layers = sparse_layers(fields, mixture.sparse, n_layers, n)?;
     if !layers.contains(&true) {
         return Ok(None);
     }
@@ -640,7 +700,10 @@ fn experts(fields: &Fields<'_>, architecture: Architecture, n_layers: usize) -> 
         return Err(fields.wrong("num_experts_per_tok", format!("at most {key}, {n}")));
     }
     let shared = match mixture.shared {
-        Some(of) => Some(SharedExpert { intermediate_size: shared_size(fields, of)?, is_weighed: of.is_weighed }),
+        Some(of) => Some(SharedExpert {
+            intermediate_size: shared_size(fields, of, intermediate_size)?,
+            is_weighed: of.is_weighed,
+        }),
         None => None,
     };
     let shared = shared.filter(|shared| shared.intermediate_size > 0);
@@ -659,5 +722,5 @@ fn experts(fields: &Fields<'_>, architecture: Architecture, n_layers: usize) -> 
     if let Some((key, _)) = rows.iter().find(|(_, n)| is_mxfp4 && !n.is_multiple_of(Q4_BLOCK)) {
         return Err(fields.wrong(key, format!("a multiple of {Q4_BLOCK}, as blocks of MXFP4 are")));
     }
-    Ok(Some(Experts { n, chosen, intermediate_size, normalise, layers, shared, limited, is_mxfp4 }))
+    Ok(Some(Experts { n, chosen, intermediate_size, normalise, sigmoids, layers, shared, limited, is_mxfp4 }))
 }

@@ -23,7 +23,9 @@ use super::error::ModelError;
 use super::json::{Fields, brief, read_value};
 pub(crate) use architecture::Norms;
 pub use architecture::{Architecture, QkNorm};
-pub use decoder::{DecoderConfig, DeltaRule, Experts, LimitedGate, Mixer, Recurrent, SharedExpert, StateSpace};
+pub use decoder::{
+    DecoderConfig, DeltaRule, Experts, LimitedGate, Mixer, Recurrent, SharedExpert, Sigmoids, StateSpace,
+};
 pub use encoder::BertConfig;
 pub use modern_bert::ModernBertConfig;
 pub use rope::{Rope, RopeScaling};
@@ -90,9 +92,7 @@ impl ModelConfig {
                 architecture
             }
         };
-        if !architecture.has_experts() {
-            refuse_experts(&fields, &["num_experts", "num_local_experts"])?;
-        }
+        refuse_experts(&fields, architecture)?;
         match architecture {
             Architecture::ModernBert => modern_bert::modern_bert(&fields).map(ModelConfig::ModernBert),
             of if of.is_encoder() => encoder::encoder(&fields, of).map(ModelConfig::Bert),
@@ -193,11 +193,21 @@ fn refuse_what_is_not_done(fields: &Fields<'_>) -> Result<(), ModelError> {
             return Err(ModelError::unsupported(fields.path(), key, brief(method), supported));
         }
     }
-    refuse_experts(fields, &["n_routed_experts", "moe_num_experts", "n_shared_experts"])
+    Ok(())
 }
 
-fn refuse_experts(fields: &Fields<'_>, keys: &[&str]) -> Result<(), ModelError> {
-    match keys.iter().find(|key| fields.get(key).is_some_and(|v| v.as_f64() != Some(0.0))) {
+/// What says that there are experts, or more of them, where `architecture` heeds it not.
+fn refuse_experts(fields: &Fields<'_>, architecture: Architecture) -> Result<(), ModelError> {
+    const KEYS: [&str; 6] = [
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "moe_num_experts",
+        "n_shared_experts",
+        "num_shared_experts",
+    ];
+    let mut others = KEYS.iter().filter(|key| architecture.expert_keys().all(|own| own != **key));
+    match others.find(|key| fields.get(key).is_some_and(|v| v.as_f64() != Some(0.0))) {
         Some(key) => {
             let with = Architecture::ALL.into_iter().filter(|a| a.has_experts()).map(Architecture::class_name);
             let with = with.collect::<Vec<_>>().join(", ");

@@ -24,7 +24,7 @@ pub(super) fn llama() -> Value {
     })
 }
 
-/// `base` with keys set, or removed where null.
+/// `base` with keys set, be it to null.
 pub(super) fn with(base: Value, change: &Value) -> Value {
     let (mut base, change) = (base.as_object().expect("an object").clone(), change.as_object().expect("an object"));
     for (key, value) in change {
@@ -36,7 +36,8 @@ pub(super) fn with(base: Value, change: &Value) -> Value {
 /// As most are, in no layers.
 fn experts_of([n, chosen, intermediate_size]: [usize; 3], normalise: bool) -> Experts {
     let (layers, shared, limited) = (Vec::new(), None, None);
-    Experts { n, chosen, intermediate_size, normalise, layers, shared, limited, is_mxfp4: false }
+    let sigmoids = None;
+    Experts { n, chosen, intermediate_size, normalise, sigmoids, layers, shared, limited, is_mxfp4: false }
 }
 
 #[test]
@@ -118,10 +119,154 @@ fn mixtures_of_experts() {
     assert!(
         message.ends_with(
             "Qwen3MoeForCausalLM, Qwen2MoeForCausalLM, MixtralForCausalLM, GraniteMoeForCausalLM, GraniteMoeSharedForCausalLM, \
-             GraniteMoeHybridForCausalLM, OlmoeForCausalLM, Qwen3_5MoeForCausalLM, GptOssForCausalLM alone"
+             GraniteMoeHybridForCausalLM, OlmoeForCausalLM, Qwen3_5MoeForCausalLM, Qwen3NextForCausalLM, Lfm2MoeForCausalLM, Glm4MoeForCausalLM, SolarOpenForCausalLM, \
+             ExaoneMoeForCausalLM, MiniMaxM2ForCausalLM, GptOssForCausalLM alone"
         ),
         "{message}"
     );
+}
+
+#[test]
+fn experts_chosen_by_corrected_sigmoids() {
+    let corrected = |factor, added| Some(Sigmoids { are_corrected: true, factor, added });
+    // As GLM 4.5 Air's published file has them, but for the layers.
+    let glm = json!({
+        "architectures": ["Glm4MoeForCausalLM"], "attention_bias": true, "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 10944, "max_position_embeddings": 131_072, "model_type": "glm4_moe",
+        "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": true,
+        "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 3, "num_key_value_heads": 8, "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "rope_scaling": null, "rope_theta": 1_000_000, "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": false, "topk_group": 1, "use_qk_norm": false, "vocab_size": 151_552,
+    });
+    let config = decoder_of(&glm);
+    let shared = Some(SharedExpert { intermediate_size: 1408, is_weighed: false });
+    let (layers, sigmoids) = (vec![false, true, true], corrected(1.0, 1e-20));
+    let experts = Experts { layers, shared, sigmoids, ..experts_of([128, 8, 1408], true) };
+    assert_eq!(config.experts, Some(experts.clone()));
+    assert_eq!((config.intermediate_size, config.rotary_dim, config.qk_norm), (10944, 64, QkNorm::None));
+    assert_eq!((config.attention_bias, config.output_bias, config.rms_norm_eps), (true, false, 1e-5));
+    let of = |change: Value| decoder_of(&with(glm.clone(), &change));
+    let larger = of(json!({
+        "use_qk_norm": true, "first_k_dense_replace": 2, "n_shared_experts": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": false,
+        "num_local_experts": 64, "n_routed_experts": null, "mlp_layer_types": ["unheard of"],
+    }));
+    let shared = Some(SharedExpert { intermediate_size: 2816, is_weighed: false });
+    let (layers, sigmoids) = (vec![false, false, true], corrected(2.5, 1e-20));
+    assert_eq!(larger.experts, Some(Experts { n: 64, normalise: false, layers, shared, sigmoids, ..experts }));
+    assert_eq!(larger.qk_norm, QkNorm::Heads);
+    assert_eq!(of(json!({ "first_k_dense_replace": 3 })).experts, None);
+    assert_eq!(of(json!({ "n_group": 4, "topk_group": 4 })), config);
+    for (change, expected) in [
+        (json!({ "n_group": 8, "topk_group": 4 }), "n_group: 8 is not supported; supported: as many as topk_group"),
+        (json!({ "n_routed_experts": 4096 }), "n_routed_experts: 4096, expected"),
+        (json!({ "n_shared_experts": 1000 }), "n_shared_experts: 1000, expected"),
+        (json!({ "moe_num_experts": 8 }), "moe_num_experts: 8 is not supported"),
+        (json!({ "num_experts": 8 }), "num_experts: 8 is not supported"),
+        (json!({ "num_shared_experts": 1 }), "num_shared_experts: 1 is not supported"),
+    ] {
+        let error = parse(&with(glm.clone(), &change)).expect_err(expected);
+        assert!(error.contains(expected), "{error}");
+    }
+    // Solar's all have them, and may say nothing of an MLP of another kind; K-EXAONE's layers without a window do not turn.
+    let of_type = |model_type: &str, change: Value| {
+        let mut file = with(glm.clone(), &json!({ "architectures": null, "model_type": model_type }));
+        file.as_object_mut().expect("keys").shift_remove("partial_rotary_factor");
+        with(file, &change)
+    };
+    let refused = |file: &Value, expected: &str| {
+        let error = parse(file).expect_err(expected);
+        assert!(error.contains(expected), "{error}");
+    };
+    let solar = decoder_of(&of_type("solar_open", json!({ "intermediate_size": null })));
+    assert_eq!(solar.experts.map(|of| of.layers), Some(vec![true; 3]));
+    assert_eq!((solar.intermediate_size, solar.rotary_dim), (1408, 128));
+    let file = of_type(
+        "exaone_moe",
+        json!({
+            "num_experts": 16, "n_routed_experts": null, "num_shared_experts": 1, "n_shared_experts": null,
+            "routed_scaling_factor": null, "sliding_window": 128, "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window_pattern": "LG",
+        }),
+    );
+    for (change, expected) in [
+        (json!({ "mlp_layer_types": ["dense", "sparse"] }), "mlp_layer_types: 2 entries, expected 3, one a layer"),
+        (json!({ "mlp_layer_types": ["dense", "sparse", "moe"] }), "mlp_layer_types: moe is not supported"),
+        (json!({ "n_shared_experts": 1 }), "n_shared_experts: 1 is not supported"),
+    ] {
+        refused(&with(file.clone(), &change), expected);
+    }
+    let exaone = decoder_of(&file);
+    let of_exaone = exaone.experts.expect("experts");
+    assert_eq!(
+        (of_exaone.n, of_exaone.layers, of_exaone.sigmoids),
+        (16, vec![true, false, true], corrected(2.5, 1e-20))
+    );
+    assert_eq!((exaone.qk_norm, exaone.attention_bias), (QkNorm::Heads, false));
+    assert_eq!(exaone.windows, [Some(128), None, Some(128)]);
+    assert_eq!(exaone.ropes.iter().map(|rope| *rope == Rope::NONE).collect::<Vec<_>>(), [false, true, false]);
+    // MiniMax's say how many elements of a head are turned, and their MLPs' size in one number.
+    let file = of_type(
+        "minimax_m2",
+        json!({
+            "rotary_dim": 64, "num_local_experts": 256, "n_routed_experts": null, "n_shared_experts": null,
+            "intermediate_size": 1536, "scoring_func": "sigmoid", "use_routing_bias": true, "routed_scaling_factor": 9.0,
+        }),
+    );
+    refused(&with(file.clone(), &json!({ "n_shared_experts": 1 })), "n_shared_experts: 1 is not supported");
+    // Null says that nothing is left out.
+    assert_eq!(decoder_of(&with(file.clone(), &json!({ "partial_rotary_factor": null }))).rotary_dim, 128);
+    let minimax = decoder_of(&file);
+    let experts = Experts { layers: vec![true; 3], sigmoids: corrected(1.0, 0.0), ..experts_of([256, 8, 1536], true) };
+    assert_eq!(minimax.experts, Some(experts));
+    assert_eq!((minimax.qk_norm, minimax.rotary_dim, minimax.attention_bias), (QkNorm::Rows, 64, false));
+    // LFM2's first layers have an MLP whose size is as it is said, and experts may be chosen as they are.
+    let lfm = |change: Value| {
+        let file = of_type(
+            "lfm2_moe",
+            json!({
+                "num_experts": 32, "num_experts_per_tok": 4, "n_routed_experts": null, "n_shared_experts": null,
+                "moe_intermediate_size": 1792, "num_dense_layers": 2, "layer_types": ["conv", "conv", "full_attention"], "norm_eps": 1e-5,
+                "conv_L_cache": 3, "intermediate_size": 7168, "norm_topk_prob": null, "tie_word_embeddings": null,
+            }),
+        );
+        decoder_of(&with(file, &change))
+    };
+    let config = lfm(json!({}));
+    let (layers, sigmoids) = (vec![false, false, true], corrected(1.0, 1e-6));
+    assert_eq!(config.experts, Some(Experts { layers, sigmoids, ..experts_of([32, 4, 1792], true) }));
+    assert_eq!((config.intermediate_size, config.tie_word_embeddings), (7168, true));
+    assert_eq!(config.recurrent.map(|of| of.layers), Some(vec![true, true, false]));
+    let plain = lfm(json!({ "use_expert_bias": false, "tie_embedding": false }));
+    let sigmoids = plain.experts.and_then(|of| of.sigmoids);
+    assert_eq!((sigmoids.map(|of| of.are_corrected), plain.tie_word_embeddings), (Some(false), false));
+}
+
+#[test]
+fn neighbours_are_turned() {
+    let of = |name: &str, change: Value| {
+        decoder_of(&with(with(llama(), &json!({ "architectures": null, "model_type": name })), &change))
+    };
+    for name in ["glm", "glm4"] {
+        let config = of(name, json!({ "head_dim": 32 }));
+        assert_eq!((config.rotary_dim, config.attention_bias, config.output_bias), (16, true, false), "{name}");
+        assert_eq!((config.rms_norm_eps, config.n_kv_heads), (1.5625e-7, 2), "{name}");
+        let config = of(name, json!({ "partial_rotary_factor": 0.25, "attention_bias": false }));
+        assert_eq!((config.rotary_dim, config.attention_bias), (32, false), "{name}");
+    }
+    let ernie = of("ernie4_5", json!({ "use_bias": true }));
+    assert_eq!((ernie.head_dim, ernie.rotary_dim, ernie.tie_word_embeddings), (128, 128, true));
+    assert_eq!((ernie.attention_bias, ernie.output_bias, ernie.mlp_bias), (true, true, true));
+    assert!(Architecture::Ernie45.turns_neighbours() && !Architecture::Llama.turns_neighbours());
+    // As Qwen3.5's, but that experts' parts are said to add up to 1, and some layers may have none.
+    let next =
+        json!({ "mlp_only_layers": [0], "num_experts": 16, "num_experts_per_tok": 4, "partial_rotary_factor": 0.5 });
+    let next = of("qwen3_next", next);
+    let shared = Some(SharedExpert { intermediate_size: 512, is_weighed: true });
+    let experts = Experts { layers: vec![false, true], shared, ..experts_of([16, 4, 512], true) };
+    assert_eq!((next.experts, next.intermediate_size, next.rotary_dim), (Some(experts), 640, 128));
+    assert!(next.gates_attention && matches!(next.recurrent, Some(Recurrent { mixer: Mixer::DeltaRule(_), .. })));
+    let plain = of("qwen3_next", json!({ "norm_topk_prob": false }));
+    assert!(plain.experts.is_some_and(|experts| !experts.normalise));
 }
 
 #[test]
@@ -436,7 +581,8 @@ fn what_is_not_done_is_refused_by_name() {
          Ministral3ForCausalLM, MixtralForCausalLM, Gemma3ForCausalLM, SmolLM3ForCausalLM, GraniteForCausalLM, \
          GraniteMoeForCausalLM, GraniteMoeSharedForCausalLM, GraniteMoeHybridForCausalLM, SeedOssForCausalLM, \
          Phi3ForCausalLM, Olmo2ForCausalLM, Olmo3ForCausalLM, OlmoeForCausalLM, Qwen3_5ForCausalLM, \
-         Qwen3_5MoeForCausalLM, Lfm2ForCausalLM, GptOssForCausalLM, Exaone4ForCausalLM, BertModel, RobertaModel, ModernBertModel"
+         Qwen3_5MoeForCausalLM, Qwen3NextForCausalLM, GlmForCausalLM, Glm4ForCausalLM, Ernie4_5ForCausalLM, Lfm2ForCausalLM, Lfm2MoeForCausalLM, Glm4MoeForCausalLM, SolarOpenForCausalLM, ExaoneMoeForCausalLM, \
+         MiniMaxM2ForCausalLM, GptOssForCausalLM, Exaone4ForCausalLM, BertModel, RobertaModel, ModernBertModel"
     );
     for (change, word) in [
         (json!({"hidden_act": "gelu"}), "hidden_act: \"gelu\""),
