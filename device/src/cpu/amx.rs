@@ -10,8 +10,8 @@
 //! hi = bf16(x), lo = bf16(x - hi), so that activations keep 16 significant bits: an output is off by sum |x| |w| * 2^-17, where
 //! with bf16 activations it would be 2^-9. Twice the products, still several times as many as vectors do.
 //!
-//! Weights of f32 and q8 keep 16 bits in the same way, those of f16 and q4 all of theirs: three products, lo * lo left out.
-//! It is below |x| |w| * 2^-16, so that an output is off by sum |x| |w| * 2^-15 at most. The terms of 32 rows by [`PART`] of k are
+//! Weights of f32 and q8 keep 16 bits in the same way, those of f16 and q4 all of theirs: three products, lo * lo left out. (MXFP4's are
+//! bf16 numbers, which are made, and have no lo.) It is below |x| |w| * 2^-16, so that an output is off by sum |x| |w| * 2^-15 at most. The terms of 32 rows by [`PART`] of k are
 //! made in L1 and L2, then multiplied with all activations.
 //!
 //! Attention's products of prompts are formed so, too: keys stand where weights do, values transposed.
@@ -267,27 +267,27 @@ impl Source for InPlace {
     }
 }
 
-/// Weights in two terms, made of what `E` widens to f32.
-pub(crate) struct InTerms<E>(PhantomData<E>);
+/// Weights in `TERMS` terms, two or one, made of what `E` widens to f32.
+pub(crate) struct InTerms<E, const TERMS: usize>(PhantomData<E>);
 
 /// Elements of k that [`InTerms`] splits at once.
 const PART: usize = 512;
 
-/// Tiles of a part: for each step both terms of one tile, then of the other.
+/// Tiles of a part: for each step both terms of one tile, then of the other. The second's places stay empty where there is one term alone.
 #[repr(align(64))]
 pub(crate) struct Parts(
     #[allow(dead_code, reason = "written and read by address")] [[[[[u16; STEP]; TILE]; 2]; 2]; PART / STEP],
 );
 
-impl<E: Widened> Source for InTerms<E> {
+impl<E: Widened, const TERMS: usize> Source for InTerms<E, TERMS> {
     type Elem = E::Elem;
-    const TERMS: usize = 2;
+    const TERMS: usize = TERMS;
     const PART: usize = PART;
     type Room = Parts;
 
     unsafe fn tiles(rows: &Rows<E::Elem>, part: [usize; 2], room: *mut Parts) -> Operand {
         // SAFETY: the caller's promise is the type's; `Isa` looks for these conversions beside the unit.
-        unsafe { simd::with_avx512_bf16(SplitRows::<E> { rows, part, room: room.cast() }) };
+        unsafe { simd::with_avx512_bf16(SplitRows::<E, TERMS> { rows, part, room: room.cast() }) };
         let first = room.cast::<u8>().cast_const();
         let end = part[0] + part[1];
         let row = rows.stride * size_of::<E::Elem>();
@@ -304,13 +304,13 @@ impl<E: Widened> Source for InTerms<E> {
 }
 
 /// [`InTerms`]' tiles, into a room of [`Parts`].
-struct SplitRows<'a, E: Widened> {
+struct SplitRows<'a, E: Widened, const TERMS: usize> {
     rows: &'a Rows<E::Elem>,
     part: [usize; 2],
     room: *mut u16,
 }
 
-impl<E: Widened> Leaf for SplitRows<'_, E> {
+impl<E: Widened, const TERMS: usize> Leaf for SplitRows<'_, E, TERMS> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
@@ -323,8 +323,12 @@ impl<E: Widened> Leaf for SplitRows<'_, E> {
                     let to = room.add((2 * tile * TILE + r) * STEP);
                     for step in 0..part / STEP {
                         let [low, high] = E::load(row, from + step * STEP);
-                        let [hi, lo] = finite_terms(low, high);
                         let to = to.add(step * 4 * TILE * STEP);
+                        if TERMS == 1 {
+                            _mm512_store_si512(to.cast(), brains(low, high));
+                            continue;
+                        }
+                        let [hi, lo] = finite_terms(low, high);
                         _mm512_store_si512(to.cast(), hi);
                         _mm512_store_si512(to.add(TILE * STEP).cast(), lo);
                     }

@@ -182,8 +182,8 @@ fn every_product_of_terms_counts() {
         let of = |dtype: DType, narrow: fn(f32) -> f32| {
             Memory::new(dtype, &[n, k], 0, 0, |i| sign(i % k) * large_in_rest(11, i, narrow))
         };
-        check::<InTerms<F32>>("f32", &of(DType::F32, |x| x), k, rows, off(-15, k));
-        check::<InTerms<F16>>("f16", &of(DType::F16, |x| half::f16::from_f32(x).to_f32()), k, rows, off(-15, k));
+        check::<InTerms<F32, 2>>("f32", &of(DType::F32, |x| x), k, rows, off(-15, k));
+        check::<InTerms<F16, 2>>("f16", &of(DType::F16, |x| half::f16::from_f32(x).to_f32()), k, rows, off(-15, k));
         // Exact weights: the second term of activations alone.
         let exact = Memory::new(DType::Bf16, &[n, k], 0, 0, |i| sign(i % k) * (1.0 + (i % 100) as f32 / 128.0));
         check::<InPlace>("bf16", &exact, k, rows, off(-17, k));
@@ -198,7 +198,7 @@ fn every_product_of_terms_counts() {
             sign(i) as i8 * large[(7 * r + i) % large.len()]
         };
         let eight_bit = Memory::q8(n, k, byte, scale);
-        check::<InTerms<Q8>>("q8", &eight_bit, dtype::Q8.row_bytes(k), rows, off(-15, k));
+        check::<InTerms<Q8, 2>>("q8", &eight_bit, dtype::Q8.row_bytes(k), rows, off(-15, k));
         // Likewise of the levels with either sign.
         let levels = |scale: f32, sign: f32| {
             let of = move |number: &u8| f32::from(dtype::Q4_LEVELS[usize::from(*number)]) * scale;
@@ -215,10 +215,10 @@ fn every_product_of_terms_counts() {
             large[(7 * r + i) % large.len()]
         };
         let four_bit = Memory::fours(DType::Q4, [n, k], level, scale);
-        check::<InTerms<Fours<Q4>>>("q4", &four_bit, dtype::Q4.row_bytes(k), rows, off(-15, k));
+        check::<InTerms<Fours<Q4>, 2>>("q4", &four_bit, dtype::Q4.row_bytes(k), rows, off(-15, k));
         // Exact in the first term, with either sign.
         let level = |r: usize, i: usize| (7 * r + i) as u8 % 7 + if sign(i) < 0.0 { 9 } else { 1 };
         let exact = Memory::fours(DType::Mx4, [n, k], level, |r, b| [0.5, 2.0, 0.125][(r + b) % 3]);
-        check::<InTerms<Fours<Mx4>>>("mxfp4", &exact, dtype::Q4.row_bytes(k), rows, off(-17, k));
+        check::<InTerms<Fours<Mx4>, 1>>("mxfp4", &exact, dtype::Q4.row_bytes(k), rows, off(-17, k));
     }
 }

@@ -121,11 +121,11 @@ pub(in crate::kernels) trait InPanels: Sized {
         unsafe {
             match dtype {
                 DType::Bf16 => self.in_panels::<S, Tiles<InPlace>>(),
-                DType::F16 => self.in_panels::<S, Tiles<InTerms<F16>>>(),
-                DType::Q8 => self.in_panels::<S, Tiles<InTerms<Q8>>>(),
-                DType::Q4 => self.in_panels::<S, Tiles<InTerms<Fours<Q4>>>>(),
-                DType::Mx4 => self.in_panels::<S, Tiles<InTerms<Fours<Mx4>>>>(),
-                _ => self.in_panels::<S, Tiles<InTerms<F32>>>(),
+                DType::F16 => self.in_panels::<S, Tiles<InTerms<F16, 2>>>(),
+                DType::Q8 => self.in_panels::<S, Tiles<InTerms<Q8, 2>>>(),
+                DType::Q4 => self.in_panels::<S, Tiles<InTerms<Fours<Q4>, 2>>>(),
+                DType::Mx4 => self.in_panels::<S, Tiles<InTerms<Fours<Mx4>, 1>>>(),
+                _ => self.in_panels::<S, Tiles<InTerms<F32, 2>>>(),
             }
         }
     }
