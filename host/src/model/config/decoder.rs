@@ -404,18 +404,10 @@ fn recurrent(
     };
     let before = recurs == Recurs::StateSpace && fields.get("layer_types").is_none();
     let key = if before { "layers_block_type" } else { "layer_types" };
-    let layers: Vec<bool> = match (fields.texts(key)?, recurs) {
-        (Some(types), _) => {
-            let attends = |kind: &str| matches!(kind, "full_attention" | "attention");
-            if let Some(other) = types.iter().find(|kind| !names.contains(kind) && !attends(kind)) {
-                let supported = format!("{}, full_attention", names[0]);
-                return Err(ModelError::unsupported(fields.path(), key, *other, supported));
-            }
-            if types.len() != n_layers {
-                return Err(not_one_a_layer(fields, key, types.len(), n_layers));
-            }
-            types.iter().map(|kind| names.contains(kind)).collect()
-        }
+    let known = [names, &["full_attention", "attention"]].concat();
+    let supported = format!("{}, full_attention", names[0]);
+    let layers: Vec<bool> = match (kinds(fields, key, n_layers, &known, &supported)?, recurs) {
+        (Some(kinds), _) => kinds.iter().map(|kind| names.contains(kind)).collect(),
         (None, Recurs::StateSpace) => vec![true; n_layers],
         (None, Recurs::DeltaRule) => {
             let interval = fields.whole("full_attention_interval", 1..=MAX_LAYERS)?.unwrap_or(4);
@@ -536,20 +528,34 @@ fn not_one_a_layer(fields: &Fields<'_>, key: &str, found: usize, n_layers: usize
     ModelError::key(fields.path(), key, format!("{found} entries"), format!("{n_layers}, one a layer"))
 }
 
+/// The kind of each layer, where `key` says it: one of those that are `known`, of which errors name the `supported`.
+fn kinds<'f>(
+    fields: &'f Fields<'_>,
+    key: &str,
+    n_layers: usize,
+    known: &[&str],
+    supported: &str,
+) -> Result<Option<Vec<&'f str>>, ModelError> {
+    let Some(kinds) = fields.texts(key)? else { return Ok(None) };
+    if let Some(other) = kinds.iter().find(|kind| !known.contains(kind)) {
+        return Err(ModelError::unsupported(fields.path(), key, *other, supported));
+    }
+    if kinds.len() != n_layers {
+        return Err(not_one_a_layer(fields, key, kinds.len(), n_layers));
+    }
+    Ok(Some(kinds))
+}
+
 /// Which layers have a window, where `layer_types` says it.
 pub(super) fn typed_layers(fields: &Fields<'_>, n_layers: usize) -> Result<Option<Vec<bool>>, ModelError> {
+    const KEY: &str = "layer_types";
     const SLIDING: &str = "sliding_attention";
-    let types = fields.texts("layer_types")?.unwrap_or_default();
-    if types.is_empty() {
+    if fields.texts(KEY)?.is_none_or(|types| types.is_empty()) {
         return Ok(None);
     }
-    if let Some(other) = types.iter().find(|t| !matches!(**t, "full_attention" | "attention" | SLIDING)) {
-        return Err(ModelError::unsupported(fields.path(), "layer_types", *other, "full_attention, sliding_attention"));
-    }
-    if types.len() != n_layers {
-        return Err(not_one_a_layer(fields, "layer_types", types.len(), n_layers));
-    }
-    Ok(Some(types.iter().map(|kind| *kind == SLIDING).collect()))
+    let known = ["full_attention", "attention", SLIDING];
+    let kinds = kinds(fields, KEY, n_layers, &known, "full_attention, sliding_attention")?;
+    Ok(kinds.map(|kinds| kinds.into_iter().map(|kind| kind == SLIDING).collect()))
 }
 
 /// Which layers have a window, if the network has one; `turns` as [`turning_layers`] has it.
@@ -642,15 +648,10 @@ fn sparse_layers(fields: &Fields<'_>, sparse: Sparse, n_layers: usize, n: usize)
             Ok((0..n_layers).map(|layer| n > 0 && (layer + 1) % step == 0 && !dense.contains(&layer)).collect())
         }
         Sparse::Later { key, dense, types_key } => {
-            let types = types_key.map_or(Ok(None), |key| Ok(fields.texts(key)?.map(|types| (key, types))))?;
-            if let Some((key, types)) = types {
-                if let Some(other) = types.iter().find(|kind| !matches!(**kind, "sparse" | "dense")) {
-                    return Err(ModelError::unsupported(fields.path(), key, *other, "sparse, dense"));
-                }
-                if types.len() != n_layers {
-                    return Err(not_one_a_layer(fields, key, types.len(), n_layers));
-                }
-                return Ok(types.iter().map(|kind| *kind == "sparse").collect());
+            let kinds = types_key
+                .map_or(Ok(None), |key| kinds(fields, key, n_layers, &["sparse", "dense"], "sparse, dense"))?;
+            if let Some(kinds) = kinds {
+                return Ok(kinds.into_iter().map(|kind| kind == "sparse").collect());
             }
             let dense = fields.whole(key, 0..=MAX_LAYERS)?.unwrap_or(dense);
             Ok((0..n_layers).map(|layer| layer >= dense).collect())
