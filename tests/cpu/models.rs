@@ -88,7 +88,7 @@ fn divergence(expected: &[f32], found: &[f32]) -> f64 {
     p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum()
 }
 
-pub(super) const MODELS: [&str; 25] = [
+pub(super) const MODELS: [&str; 26] = [
     "tiny-qwen3",
     "tiny-llama",
     "tiny-qwen2",
@@ -109,6 +109,7 @@ pub(super) const MODELS: [&str; 25] = [
     "tiny-gpt-oss",
     "tiny-glm4-moe",
     "tiny-glm4",
+    "tiny-qwen3-fp8",
     RECURRENT[0],
     RECURRENT[1],
     RECURRENT[2],
@@ -363,7 +364,9 @@ fn a_dropped_generation_stops_and_the_engine_goes_on() {
 #[test]
 fn synthetic_models_of_every_family_agree_with_the_reference() {
     let dir = tempfile::tempdir().unwrap();
-    for preset in ["tiny-odd", "tiny-qwen3.5-moe"].into_iter().chain(MODELS) {
+    // In FP8 it is a checkpoint of its own, but no other network.
+    let of_fixtures = MODELS.into_iter().filter(|name| *name != "tiny-qwen3-fp8");
+    for preset in ["tiny-odd", "tiny-qwen3.5-moe"].into_iter().chain(of_fixtures) {
         let out = dir.path().join(preset);
         synth(SynthSource::Preset(preset), &out, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(()))
             .unwrap();

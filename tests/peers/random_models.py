@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMaskedLM, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "fixtures"))
-from make_fixtures import save_mxfp4, to_mxfp4
+from make_fixtures import fp8, save_fp8, save_mxfp4, to_mxfp4
 
 DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3", "granite", "phi3", "olmo2", "olmo3", "exaone4", "seed_oss", "ministral3", "glm", "glm4", "ernie4_5"]
 # Layers pass states from row to row, most of them.
@@ -250,9 +250,42 @@ def older_keys(folder, r):
     path.write_text(json.dumps(config))
 
 
-def text(r, seed, only, run):
+def in_fp8(folder, r, kind):
+    """The model whose matrices the files in `folder` have in FP8, from now on, as `transformers` reads them: in bf16."""
+    # It knows scales of even parts alone.
+    sides = {"block": r.choice([(128, 128), (16, 32), (8, 8)]), "tensor": None, "channel": (1, None)}
+    strategy = r.choice(list(sides))
+
+    def of(w):
+        rows, k = sides[strategy] or w.shape
+        block = (rows, k or w.shape[1])
+        if w.shape[0] % block[0] or w.shape[1] % block[1]:
+            return None
+        made, scales = fp8(w, block)
+        return made, scales.reshape([]) if strategy == "tensor" else scales
+
+    said = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(sides["block"]) if strategy == "block" else None}
+    save_fp8(folder, of, said)
+    of_class = AutoModelForImageTextToText if kind in HALVES else AutoModelForCausalLM
+    model = of_class.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
+    for p in model.parameters():
+        p.data = p.data.bfloat16().float()
+    if strategy != "block" and r.random() < 0.5:  # as compressed-tensors calls them
+        for path in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
+            if path.suffix == ".json":
+                path.write_text(path.read_text().replace("weight_scale_inv", "weight_scale"))
+            else:
+                save_file({name.replace("weight_scale_inv", "weight_scale"): each for name, each in load_file(path).items()}, path, metadata={"format": "pt"})
+        weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
+        said = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": said}))
+    return model
+
+
+def text(r, seed, only, run, is_fp8):
     kind = r.choice(only or DECODERS + RECURRENT + EXPERTS + BY_SIGMOID[1:] + list(HALVES))
-    c, dtype = text_config(r, HALVES.get(kind, kind)), r.choice(DTYPES)
+    c, dtype = text_config(r, HALVES.get(kind, kind)), torch.bfloat16 if is_fp8 else r.choice(DTYPES)
     if kind in HALVES:
         if kind.startswith("qwen"):  # a position of a picture has three numbers: which pairs each turns
             half = c.get("head_dim", c["hidden_size"] // c["num_attention_heads"]) // 2
@@ -269,18 +302,24 @@ def text(r, seed, only, run):
     packed = to_mxfp4(model) if kind == "gpt_oss" and is_whole and r.random() < 0.7 else None
     n = r.choice([1, 2, 7, 13, 33, 64, 65, 100])
     ids = torch.randint(3, c["vocab_size"], (n,))
-    with torch.no_grad():
-        expected = model(ids[None], use_cache=False).logits[0]  # its caches want a layer that attends
+
+    def logits(model):
+        with torch.no_grad():
+            return model(ids[None], use_cache=False).logits[0]  # its caches want a layer that attends
+
+    expected = logits(model)
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         model.to(dtype).save_pretrained(folder, max_shard_size="50GB" if packed else r.choice(["50GB", "200KB"]))
         if packed:
             save_mxfp4(model, folder, packed)
+        elif is_fp8:
+            expected = logits(in_fp8(folder, r, kind))
         # Where RoPE is not scaled, older files of gpt-oss would not say so.
         is_said = kind != "gpt_oss" or c["rope_parameters"]["rope_type"] != "default"
         if kind not in (*BY_TYPE, *HALVES, "ministral3") and r.random() < 0.4 and is_said:
             older_keys(folder, r)
-        line, wrong = f"{seed} {kind}{' in MXFP4' if packed else ''} {n} tokens {str(dtype)[6:]}", False
+        line, wrong = f"{seed} {kind}{' in MXFP4' if packed else ' in FP8' if is_fp8 else ''} {n} tokens {str(dtype)[6:]}", False
         for device in ["reference", "cpu"]:
             found, said = run(folder, "logits", device, ["--ids", ",".join(map(str, ids.tolist()))])
             if found is None:
@@ -357,7 +396,7 @@ def sentence_folder(r, kind, dtype, folder):
     return [None, *prompts["prompts"]]
 
 
-def sentences(r, seed, only, run):
+def sentences(r, seed, only, run, _):
     from sentence_transformers import SentenceTransformer
 
     kind, dtype = r.choice(only or ENCODERS + DECODERS), r.choice(DTYPES)
@@ -387,6 +426,7 @@ def main():
     parser.add_argument("end", type=int)
     parser.add_argument("--program", default="target/release/perpetua")
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--fp8", action="store_true", help="matrices of layers in FP8")
     args = parser.parse_args()
 
     def run(folder, verb, device, more):
@@ -399,7 +439,7 @@ def main():
     n_wrong = 0
     for seed in range(args.first, args.end):
         torch.manual_seed(seed)
-        line, wrong = {"text": text, "sentences": sentences}[args.what](random.Random(seed), seed, args.only, run)
+        line, wrong = {"text": text, "sentences": sentences}[args.what](random.Random(seed), seed, args.only, run, args.fp8)
         print(line, flush=True)
         n_wrong += wrong
     print(f"{n_wrong} of {args.end - args.first} wrong")

@@ -100,6 +100,16 @@ pub enum ModelError {
         /// The shape the configuration implies.
         expected: Vec<usize>,
     },
+    /// The scales of a matrix in FP8 have a shape that does not say what shares one.
+    #[error("{name}: shape {}, expected {expected}", shape_text(given))]
+    ScaleShape {
+        /// The scales.
+        name: String,
+        /// Their shape.
+        given: Vec<usize>,
+        /// What it may be.
+        expected: String,
+    },
     /// A tensor's elements are of a type no kernel reads.
     #[error("{name}: dtype {given}, expected bf16, f16 or f32")]
     TensorDtype {

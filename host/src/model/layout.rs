@@ -10,7 +10,7 @@ use super::config::{
     Architecture, BertConfig, DecoderConfig, DeltaRule, Experts, Mixer, ModelConfig, ModernBertConfig, Norms, QkNorm,
     SharedExpert, StateSpace,
 };
-use super::remade;
+use super::{fp8, remade};
 
 /// What a tensor is used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -186,6 +186,7 @@ pub fn is_spare(config: &ModelConfig, name: &str) -> bool {
             let part = name.strip_prefix("model.").unwrap_or(name);
             config.tie_word_embeddings && ["lm_head.weight", "language_model.lm_head.weight"].contains(&name)
                 || name.ends_with(".rotary_emb.inv_freq")
+                || fp8::SCALES_OF_ACTIVATIONS.iter().any(|scale| name.ends_with(scale))
                 || is_beyond_layers(config, part)
                 || OTHER_HALVES.iter().any(|other| part.starts_with(other))
         }

@@ -15,6 +15,7 @@ mod declared;
 mod embedding;
 mod error;
 mod factors;
+mod fp8;
 mod json;
 mod python;
 mod remade;
@@ -44,7 +45,7 @@ use std::sync::OnceLock;
 pub use chat::{ChatMessage, ChatTemplate};
 pub use config::{
     Activation, Architecture, BertConfig, DecoderConfig, Experts, ModelConfig, ModernBertConfig, QkNorm, Rope,
-    RopeScaling,
+    RopeScaling, Stored,
 };
 pub use error::ModelError;
 use factors::Factors;
@@ -65,6 +66,7 @@ pub struct ModelFolder {
     /// Where config, weights and tokenizer lie: `dir`, but for some sentence models.
     transformer_dir: PathBuf,
     config: ModelConfig,
+    stored: Stored,
     generation: GenerationConfig,
     sentence: Option<SentenceConfig>,
     tokenizer: OnceLock<Tokenizer>,
@@ -87,7 +89,7 @@ impl ModelFolder {
 
         let path = transformer_dir.join("config.json");
         let value = json::read_value(&path)?;
-        let config = ModelConfig::from_value(&path, &value)?;
+        let (config, stored) = (ModelConfig::from_value(&path, &value)?, Stored::of(&path, &value)?);
         match &sentence {
             Some(sentence) => check_sentence(&path, &config, sentence)?,
             None if config.architecture().is_encoder() => sentence = Some(SentenceConfig::open(dir)?),
@@ -98,6 +100,7 @@ impl ModelFolder {
             dir: dir.to_owned(),
             transformer_dir,
             config,
+            stored,
             generation,
             sentence,
             tokenizer: OnceLock::new(),
@@ -229,6 +232,12 @@ impl ModelFolder {
             }
             weights.take_apart(&stack.name, &stack.shape, &stack.parts, &stack.part_shape)?;
         }
+        let block = match self.stored {
+            Stored::Fp8 { block } => block,
+            Stored::Floats | Stored::Mxfp4 => None,
+        };
+        let matrices = [layout::tensors(&self.config), remade::files(&self.config)].concat();
+        weights.widen_fp8(matrices.iter().map(|spec| spec.name.as_str()), block)?;
         weights.remake(remade::of(&self.config))?;
         Ok(self.weights.get_or_init(|| weights))
     }
@@ -422,6 +431,7 @@ mod tests {
             "tiny-gpt-oss",
             "tiny-gpt-oss-bf16",
             "tiny-glm4",
+            "tiny-qwen3-fp8",
             "tiny-qwen3-next",
             "tiny-lfm2-moe",
         ] {
@@ -441,7 +451,7 @@ mod tests {
     /// configuration says.
     #[test]
     fn tensors_are_made_of_what_files_have() {
-        for name in ["tiny-gpt-oss", "tiny-gpt-oss-bf16", "tiny-glm4", "tiny-qwen3-next"] {
+        for name in ["tiny-gpt-oss", "tiny-gpt-oss-bf16", "tiny-glm4", "tiny-qwen3-next", "tiny-qwen3-fp8"] {
             let [lazy, at_once] = [(); 2].map(|()| ModelFolder::open(fixture(name)).expect(name));
             let [lazy, at_once] = [&lazy, &at_once].map(|folder| folder.weights().expect(name));
             let (unmade, mut made) = (at_once.unmade_bytes(), 0);
@@ -471,6 +481,10 @@ mod tests {
         }
         let message = said("tiny-gpt-oss-bf16", json!({ "intermediate_size": 60 }));
         assert_eq!(message, format!("{first}: shape [5, 100, 112], expected [5, 100, 120]"));
+        let scales = "model.layers.0.self_attn.q_proj.weight_scale_inv";
+        let blocks = json!({ "quantization_config": { "quant_method": "fp8", "weight_block_size": [64, 48] } });
+        let message = said("tiny-qwen3-fp8", blocks);
+        assert_eq!(message, format!("{scales}: shape [8, 5], expected [1], [256, 1] or [4, 4]"));
     }
 
     #[test]

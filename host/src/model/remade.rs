@@ -4,16 +4,20 @@
 //! one half of a head with the other (scores do not see in which order a head's elements are), and those of Qwen3-Next's linear attention, which
 //! have what belongs to a key's head together.
 //!
+//! Matrices in FP8 are such, see [`fp8`]; others may be made of these.
+//!
 //! gpt-oss's experts are such, all of a layer's in one tensor. Gates and ups take turns in it, so an expert's matrix is every second row, or as
 //! `transformers` writes it, every second column. Published files have the matrices in MXFP4: blocks of 32 elements along a row, sixteen bytes, an element's
 //! E2M1 in half of one, the lower half first, and a byte that says which power of two they share (E8M0, OCP Microscaling Formats 1.0).
 
 use perpetua_shared::DType;
 use perpetua_shared::dtype::{Q4, Q4_BLOCK, q4_at};
+use safetensors::tensor::Dtype as FileDtype;
 
 use super::aligned::AlignedBytes;
 use super::config::{Architecture, DecoderConfig, DeltaRule, Mixer, ModelConfig, QkNorm};
 use super::error::ModelError;
+use super::fp8;
 use super::layout::{EXPERT_STACKS, ExpertNames, Role, TensorSpec};
 
 /// Bytes of a block's elements.
@@ -40,6 +44,8 @@ pub(super) enum Origin {
     Elements { rows: String, which: Every },
     /// Rows of `rows`, in another order, or some of them.
     Rows { rows: String, runs: Vec<Run> },
+    /// The matrix `elements` [in FP8](fp8), with `scales`, of shape `grid`, one for each block of so many rows and columns.
+    Fp8 { elements: String, scales: String, grid: Vec<usize>, block: [usize; 2] },
 }
 
 /// So many of them.
@@ -223,7 +229,7 @@ fn files_of_experts(c: &DecoderConfig) -> Vec<TensorSpec> {
 /// A tensor that another is made of: its elements' type, its shape, and its bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Part<'a> {
-    pub(super) dtype: DType,
+    pub(super) dtype: FileDtype,
     pub(super) shape: &'a [usize],
     pub(super) bytes: &'a [u8],
 }
@@ -232,7 +238,9 @@ impl Remade {
     /// The tensors that it is made of.
     pub(super) fn sources(&self) -> Vec<&str> {
         match &self.of {
-            Origin::Mxfp4 { blocks, scales, .. } => vec![blocks, scales],
+            Origin::Mxfp4 { blocks: elements, scales, .. } | Origin::Fp8 { elements, scales, .. } => {
+                vec![elements, scales]
+            }
             Origin::Columns { stack: one, .. }
             | Origin::Elements { rows: one, .. }
             | Origin::Rows { rows: one, .. } => {
@@ -245,6 +253,7 @@ impl Remade {
     pub(super) fn source_shape(&self, source: &str) -> Vec<usize> {
         let matrices = self.matrices;
         match (&self.of, &self.shape[..]) {
+            (Origin::Fp8 { elements, grid, .. }, shape) => if source == elements { shape } else { grid }.to_vec(),
             (Origin::Mxfp4 { blocks, which, .. }, [rows, k]) => {
                 let (rows, in_row) = (rows * which.step, k / Q4_BLOCK);
                 if source == blocks { vec![matrices, rows, in_row, BLOCK_BYTES] } else { vec![matrices, rows, in_row] }
@@ -256,14 +265,23 @@ impl Remade {
         }
     }
 
-    /// Whether it is made of tensors of this type.
-    pub(super) fn takes(&self, dtype: DType) -> bool {
-        if matches!(self.of, Origin::Mxfp4 { .. }) { dtype == DType::U8 } else { dtype.is_float() }
+    /// The type that it is made in, of its first source in type `dtype`; none where that is not taken.
+    pub(super) fn dtype(&self, dtype: FileDtype) -> Option<DType> {
+        match (&self.of, dtype) {
+            (Origin::Mxfp4 { .. }, FileDtype::U8) => Some(DType::Mx4),
+            (Origin::Fp8 { .. }, FileDtype::F8_E4M3) => Some(DType::Bf16),
+            (Origin::Mxfp4 { .. } | Origin::Fp8 { .. }, _) => None,
+            (_, dtype) => float(dtype),
+        }
     }
 
-    /// The type that it is made in, of sources of type `dtype`.
-    pub(super) fn dtype(&self, dtype: DType) -> DType {
-        if matches!(self.of, Origin::Mxfp4 { .. }) { DType::Mx4 } else { dtype }
+    /// Whether its `source` may be of this type.
+    pub(super) fn takes(&self, source: &str, dtype: FileDtype) -> bool {
+        match &self.of {
+            Origin::Mxfp4 { scales, .. } if source == scales => dtype == FileDtype::U8,
+            Origin::Fp8 { scales, .. } if source == scales => fp8::may_be_scales(dtype),
+            _ => self.dtype(dtype).is_some(),
+        }
     }
 
     /// It, made of its `sources`, which have their shapes.
@@ -272,9 +290,13 @@ impl Remade {
     /// No memory; a scale that is no number.
     pub(super) fn make(&self, sources: &[Part<'_>]) -> Result<AlignedBytes, ModelError> {
         let [rows, k] = [self.shape[0], self.shape[1..].iter().product()];
-        let dtype = self.dtype(sources[0].dtype);
+        let dtype = self.dtype(sources[0].dtype).unwrap_or_else(|| unreachable!("a source of another type"));
         let mut made = AlignedBytes::zeroed(&self.name, dtype.tensor_bytes(&self.shape) as usize)?;
+        let not_finite = |at: [usize; 2]| ModelError::NotFinite { name: self.name.clone(), at };
         match &self.of {
+            Origin::Fp8 { block, .. } => {
+                fp8::widen(sources[0].bytes, k, &sources[1], *block, &mut made).map_err(not_finite)?;
+            }
             Origin::Mxfp4 { matrix, which, .. } => {
                 let [blocks, scales] = [sources[0].bytes, sources[1].bytes];
                 let in_row = k / Q4_BLOCK;
@@ -282,7 +304,7 @@ impl Remade {
                     let row = matrix * sources[0].shape[1] + which.nth(r);
                     let scales = &scales[row * in_row..][..in_row];
                     if let Some(block) = scales.iter().position(|scale| *scale == u8::MAX) {
-                        return Err(ModelError::NotFinite { name: self.name.clone(), at: [r, block * Q4_BLOCK] });
+                        return Err(not_finite([r, block * Q4_BLOCK]));
                     }
                     lines(&blocks[row * in_row * BLOCK_BYTES..][..in_row * BLOCK_BYTES], scales, out);
                 }
@@ -308,6 +330,16 @@ impl Remade {
             }
         }
         Ok(made)
+    }
+}
+
+/// What networks read of these: as it is.
+fn float(dtype: FileDtype) -> Option<DType> {
+    match dtype {
+        FileDtype::F32 => Some(DType::F32),
+        FileDtype::BF16 => Some(DType::Bf16),
+        FileDtype::F16 => Some(DType::F16),
+        _ => None,
     }
 }
 
@@ -389,7 +421,7 @@ mod tests {
             let shapes: Vec<_> = shapes.collect();
             assert_eq!(shapes, [vec![3, 8, 5, 16], vec![3, 8, 5]]);
             let parts = |scales| {
-                let of = |shape, bytes| Part { dtype: DType::U8, shape, bytes };
+                let of = |shape, bytes| Part { dtype: FileDtype::U8, shape, bytes };
                 [of(&shapes[0], &blocks), of(&shapes[1], scales)]
             };
             let made = remade.make(&parts(&scales)).expect("numbers");
@@ -418,7 +450,8 @@ mod tests {
             let remade = Remade { name: "made".into(), shape: vec![n, k], of, matrices };
             let shape = remade.source_shape("stack");
             assert_eq!(shape, [2, 37, 82]);
-            let made = remade.make(&[Part { dtype: DType::Bf16, shape: &shape, bytes: &elements }]).expect("memory");
+            let made =
+                remade.make(&[Part { dtype: FileDtype::BF16, shape: &shape, bytes: &elements }]).expect("memory");
             for (at, found) in made.chunks_exact(2).enumerate() {
                 let expected = (matrix * k + at % k) * 2 * n + first + 2 * (at / k);
                 assert_eq!(usize::from(u16::from_le_bytes([found[0], found[1]])), expected);
@@ -441,7 +474,7 @@ mod tests {
             let of = Origin::Rows { rows: "rows".into(), runs: runs.clone() };
             let remade = Remade { name: "made".into(), shape: shape.clone(), of, matrices: 20 };
             assert_eq!(remade.source_shape("rows"), shape);
-            let made = remade.make(&[Part { dtype: DType::F32, shape: &shape, bytes: &elements }]).expect("memory");
+            let made = remade.make(&[Part { dtype: FileDtype::F32, shape: &shape, bytes: &elements }]).expect("memory");
             let found: Vec<f32> = bytemuck::cast_slice(&made).to_vec();
             let expected = order(&runs).into_iter().flat_map(|row| (0..k).map(move |at| (row * k + at) as f32));
             assert!(found.into_iter().eq(expected));
@@ -457,7 +490,7 @@ mod tests {
         let of = Origin::Elements { rows: "rows".into(), which: Every { first: 1, step: 2 } };
         let remade = Remade { name: "made".into(), shape: vec![3, 4], of, matrices: 3 };
         assert_eq!(remade.source_shape("rows"), [3, 8]);
-        let made = remade.make(&[Part { dtype: DType::F32, shape: &[3, 8], bytes: &elements }]).expect("memory");
+        let made = remade.make(&[Part { dtype: FileDtype::F32, shape: &[3, 8], bytes: &elements }]).expect("memory");
         let found: Vec<f32> = bytemuck::cast_slice(&made).to_vec();
         assert_eq!(found, [1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.0, 17.0, 19.0, 21.0, 23.0]);
     }

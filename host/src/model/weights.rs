@@ -15,7 +15,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use memmap2::Mmap;
 use perpetua_shared::DType;
@@ -24,6 +24,7 @@ use serde::de::{Deserializer as _, IgnoredAny, MapAccess, Visitor};
 
 use super::aligned::AlignedBytes;
 use super::error::{ModelError, shape_text};
+use super::fp8;
 use super::json::{Fields, read_value};
 use super::remade::{Part, Remade};
 use crate::parallel::side_by_side;
@@ -37,19 +38,58 @@ pub struct Weights {
     /// What errors call the whole.
     source: PathBuf,
     shards: Vec<Shard>,
-    tensors: BTreeMap<String, Location>,
-    /// Tensors that are made of others.
-    made: BTreeMap<String, Made>,
-    /// What they are made of.
-    sources: BTreeMap<String, Location>,
+    tensors: BTreeMap<String, Tensor>,
 }
 
-/// A tensor that is [made](Remade) when it is first wanted.
+#[derive(Debug)]
+enum Tensor {
+    InFile(Location),
+    Made(Made),
+}
+
+impl Tensor {
+    fn shape(&self) -> &[usize] {
+        match self {
+            Tensor::InFile(location) => &location.shape,
+            Tensor::Made(made) => &made.remade.shape,
+        }
+    }
+
+    /// As files have it; of one that is made, if they have such.
+    fn file_dtype(&self) -> Option<FileDtype> {
+        match self {
+            Tensor::InFile(location) => Some(location.dtype),
+            Tensor::Made(made) => match made.dtype {
+                DType::F32 => Some(FileDtype::F32),
+                DType::Bf16 => Some(FileDtype::BF16),
+                DType::F16 => Some(FileDtype::F16),
+                _ => None,
+            },
+        }
+    }
+
+    fn size_bytes(&self) -> usize {
+        match self {
+            Tensor::InFile(location) => location.end - location.begin,
+            Tensor::Made(made) => made.size_bytes() as usize,
+        }
+    }
+}
+
+/// A tensor that is [made](Remade) of others when it is first wanted.
 #[derive(Debug)]
 struct Made {
     remade: Remade,
     dtype: DType,
+    /// What it is made of, as [`Remade::sources`] has them.
+    sources: Vec<Arc<Tensor>>,
     bytes: OnceLock<AlignedBytes>,
+}
+
+impl Made {
+    fn size_bytes(&self) -> u64 {
+        self.dtype.tensor_bytes(&self.remade.shape)
+    }
 }
 
 #[derive(Debug)]
@@ -110,8 +150,7 @@ impl Weights {
 
     /// Those of a file, as yet none.
     fn of(source: PathBuf) -> Weights {
-        let (tensors, made, sources) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        Weights { source, shards: Vec::new(), tensors, made, sources }
+        Weights { source, shards: Vec::new(), tensors: BTreeMap::new() }
     }
 
     /// Opens one safetensors file of any name.
@@ -130,7 +169,7 @@ impl Weights {
     /// Replaces tensor `name`, which must be there and have this shape, by `parts`, which lie in it one after the other and have as many elements each.
     ///
     /// # Panics
-    /// If these are not its elements.
+    /// If these are not its elements, or it is [made](Weights::remake).
     pub(super) fn take_apart(
         &mut self,
         name: &str,
@@ -143,13 +182,13 @@ impl Weights {
         assert_eq!(parts.len() * part_bytes, whole.bytes.len(), "the parts of {name}");
         let Some((key, _)) = self.entry(name) else { unreachable!("`expect` has found it") };
         let key = key.clone();
-        let Some(Location { shard, dtype, begin, .. }) = self.tensors.remove(&key) else {
-            unreachable!("it has its key")
+        let Some(Tensor::InFile(Location { shard, dtype, begin, .. })) = self.tensors.remove(&key) else {
+            panic!("{name} is in no file")
         };
         for (number, part) in parts.iter().enumerate() {
             let begin = begin + number * part_bytes;
             let location = Location { shard, dtype, shape: part_shape.to_vec(), begin, end: begin + part_bytes };
-            if self.tensors.insert(part.clone(), location).is_some() {
+            if self.tensors.insert(part.clone(), Tensor::InFile(location)).is_some() {
                 let path = &self.shards[shard].path;
                 return Err(ModelError::checkpoint(path, format!("holds {part}, which is in {name}, too")));
             }
@@ -157,54 +196,92 @@ impl Weights {
         Ok(())
     }
 
+    /// Puts matrices in the place of those among `names` that files have in [FP8](super::fp8), with scales of so many elements each, or of whatever their shape says.
+    pub(super) fn widen_fp8<'a>(
+        &mut self,
+        names: impl Iterator<Item = &'a str>,
+        block: Option<[usize; 2]>,
+    ) -> Result<(), ModelError> {
+        // What a network reads may be called as what it is made of.
+        let mut all = BTreeMap::new();
+        for name in names {
+            let Some((name, Tensor::InFile(Location { dtype: FileDtype::F8_E4M3, shape, .. }))) = self.entry(name)
+            else {
+                continue;
+            };
+            let scales = fp8::SCALES.iter().map(|suffix| format!("{name}{suffix}"));
+            let Some((scales, tensor)) = scales.filter_map(|scales| self.tensors.get_key_value(&scales)).next() else {
+                let name = format!("{name}{}", fp8::SCALES[0]);
+                return Err(ModelError::TensorAbsent { name, path: self.source.clone() });
+            };
+            all.insert(name.clone(), fp8::remade([name, scales], shape, tensor.shape(), block)?);
+        }
+        self.remake(all.into_values().collect())
+    }
+
     /// Puts tensors that are made in the place of those that they are made of, which must be there, with the shapes and types for it.
     pub(super) fn remake(&mut self, all: Vec<Remade>) -> Result<(), ModelError> {
+        // Of one several may be made.
+        let mut taken: BTreeMap<String, Arc<Tensor>> = BTreeMap::new();
         for remade in all {
-            let mut dtypes = Vec::new();
-            for source in remade.sources() {
-                let Some(location) = self.source(source) else {
-                    return Err(ModelError::TensorAbsent { name: source.to_owned(), path: self.source.clone() });
+            let (mut sources, mut dtypes) = (Vec::new(), Vec::new());
+            for name in remade.sources() {
+                let source = match taken.get(name) {
+                    Some(source) => source.clone(),
+                    None => {
+                        let key = self.entry(name).map(|(key, _)| key.clone());
+                        let Some(source) = key.and_then(|key| self.tensors.remove(&key)) else {
+                            return Err(ModelError::TensorAbsent { name: name.to_owned(), path: self.source.clone() });
+                        };
+                        taken.entry(name.to_owned()).or_insert(Arc::new(source)).clone()
+                    }
                 };
-                let (given, expected) = (&location.shape, remade.source_shape(source));
+                let (given, expected) = (source.shape(), remade.source_shape(name));
                 if *given != expected {
-                    let given = given.clone();
-                    return Err(ModelError::TensorShape { name: source.to_owned(), given, expected });
+                    let given = given.to_owned();
+                    return Err(ModelError::TensorShape { name: name.to_owned(), given, expected });
                 }
-                let dtype = known_dtype(location.dtype).filter(|dtype| remade.takes(*dtype));
-                dtypes.push(dtype.ok_or_else(|| ModelError::TensorDtype {
-                    name: source.to_owned(),
-                    given: format!("{:?}", location.dtype).to_lowercase(),
-                })?);
-            }
-            let (name, dtype) = (remade.name.clone(), remade.dtype(dtypes[0]));
-            for source in remade.sources() {
-                let key = self.entry(source).map(|(key, _)| key.clone());
-                if let Some(location) = key.and_then(|key| self.tensors.remove(&key)) {
-                    self.sources.insert(source.to_owned(), location);
+                let Some(dtype) = source.file_dtype() else {
+                    unreachable!("what is made in fewer bits nothing is made of")
+                };
+                if !remade.takes(name, dtype) {
+                    return Err(ModelError::TensorDtype { name: name.to_owned(), given: said(dtype) });
                 }
+                dtypes.push(dtype);
+                sources.push(source);
             }
-            if self.tensors.contains_key(&name) {
+            let Some(dtype) = remade.dtype(dtypes[0]) else { unreachable!("it takes that type") };
+            let name = remade.name.clone();
+            let made = Tensor::Made(Made { remade, dtype, sources, bytes: OnceLock::new() });
+            if self.tensors.insert(name.clone(), made).is_some() {
                 let path = self.source.clone();
                 return Err(ModelError::checkpoint(&path, format!("holds {name}, which is made of others, too")));
             }
-            self.made.insert(name, Made { remade, dtype, bytes: OnceLock::new() });
         }
         Ok(())
     }
 
-    /// Where `name`, of which others are made, is.
-    fn source(&self, name: &str) -> Option<&Location> {
-        self.sources.get(name).or_else(|| self.locate(name))
-    }
-
     /// Makes tensor `made`.
     fn make(&self, made: &Made) -> Result<AlignedBytes, ModelError> {
-        let part = |name: &str| -> Option<Part<'_>> {
-            let Location { shard, dtype, shape, begin, end } = self.sources.get(name)?;
-            Some(Part { dtype: known_dtype(*dtype)?, shape, bytes: &self.shards[*shard].bytes[*begin..*end] })
-        };
-        let parts: Option<Vec<Part<'_>>> = made.remade.sources().into_iter().map(part).collect();
-        made.remade.make(&parts.expect("`remake` has seen what it is made of"))
+        let own = made.sources.iter().map(|source| match &**source {
+            Tensor::InFile(_) => Ok(None),
+            Tensor::Made(made) => self.make(made).map(Some),
+        });
+        let own = own.collect::<Result<Vec<_>, _>>()?;
+        let parts = made.sources.iter().zip(&own).map(|(source, own)| {
+            let bytes = match (&**source, own) {
+                (Tensor::InFile(location), _) => self.bytes_of(location),
+                (Tensor::Made(_), Some(own)) => own,
+                (Tensor::Made(_), None) => unreachable!("it has been made"),
+            };
+            Part { dtype: source.file_dtype().expect("what it is made of has a type"), shape: source.shape(), bytes }
+        });
+        made.remade.make(&parts.collect::<Vec<_>>())
+    }
+
+    /// The bytes of a file.
+    fn bytes_of(&self, Location { shard, begin, end, .. }: &Location) -> &[u8] {
+        &self.shards[*shard].bytes[*begin..*end]
     }
 
     /// Tensor `made`, which is kept.
@@ -222,7 +299,11 @@ impl Weights {
 
     /// Those that are made, and have not been.
     fn unmade(&self) -> impl Iterator<Item = &Made> {
-        self.made.values().filter(|made| made.bytes.get().is_none())
+        let made = self.tensors.values().filter_map(|tensor| match tensor {
+            Tensor::InFile(_) => None,
+            Tensor::Made(made) => Some(made),
+        });
+        made.filter(|made| made.bytes.get().is_none())
     }
 
     /// Tensor `name`, if it is one that is made, and not kept: its bytes, and their type.
@@ -230,14 +311,14 @@ impl Weights {
     /// # Errors
     /// Another shape; no memory.
     pub(super) fn made(&self, name: &str, shape: &[usize]) -> Result<Option<(AlignedBytes, DType)>, ModelError> {
-        let Some(made) = self.made.get(name) else { return Ok(None) };
+        let Some((_, Tensor::Made(made))) = self.entry(name) else { return Ok(None) };
         self.dtype(name, shape)?;
         Ok(Some((self.make(made)?, made.dtype)))
     }
 
     /// Bytes of the tensors that are made, and have not been.
     pub fn unmade_bytes(&self) -> u64 {
-        self.unmade().map(|made| made.dtype.tensor_bytes(&made.remade.shape)).sum()
+        self.unmade().map(Made::size_bytes).sum()
     }
 
     /// Makes what is made of other tensors, and has not been, on all cores; `progress` is called with the bytes of some at a time.
@@ -287,7 +368,7 @@ impl Weights {
             let shard = weights.shards.len();
             weights.add_shard(&path, "")?;
             for name in tensors {
-                let held = weights.tensors.get(name).is_some_and(|l| l.shard == shard);
+                let held = weights.shard_of(name) == Some(shard);
                 if !held {
                     return Err(ModelError::checkpoint(
                         index,
@@ -315,23 +396,32 @@ impl Weights {
             };
             assert!(location.end <= bytes.len(), "read_metadata checks that the last tensor ends with the file");
             let name = format!("{prefix}{name}");
-            if let Some(other) = self.tensors.insert(name.clone(), location) {
-                let other = &self.shards[other.shard].path;
+            if let Some(other) = self.shard_of(&name) {
+                let other = &self.shards[other].path;
                 return Err(ModelError::checkpoint(path, format!("holds {name}, which {} holds too", other.display())));
             }
+            self.tensors.insert(name, Tensor::InFile(location));
         }
         self.shards.push(Shard { path: path.to_owned(), bytes });
         Ok(())
     }
 
-    /// Names of all tensors, in order: of those that files have, then of those that are made.
+    /// The shard that the tensor of exactly this name is in, if there is one.
+    fn shard_of(&self, name: &str) -> Option<usize> {
+        match self.tensors.get(name)? {
+            Tensor::InFile(location) => Some(location.shard),
+            Tensor::Made(_) => None,
+        }
+    }
+
+    /// Names of all tensors, in order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.tensors.keys().chain(self.made.keys()).map(String::as_str)
+        self.tensors.keys().map(String::as_str)
     }
 
     /// Number of tensors.
     pub fn len(&self) -> usize {
-        self.tensors.len() + self.made.len()
+        self.tensors.len()
     }
 
     /// Whether there is no tensor at all.
@@ -341,60 +431,55 @@ impl Weights {
 
     /// Bytes of all tensors.
     pub fn size_bytes(&self) -> usize {
-        let made = self.made.values().map(|made| made.dtype.tensor_bytes(&made.remade.shape) as usize);
-        self.tensors.values().map(|l| l.end - l.begin).chain(made).sum()
+        self.tensors.values().map(Tensor::size_bytes).sum()
     }
 
     /// Whether there is a tensor of this name.
     pub fn contains(&self, name: &str) -> bool {
-        self.made.contains_key(name) || self.locate(name).is_some()
+        self.entry(name).is_some()
     }
 
     /// What the files, or what is made of theirs, call the tensor of this name, if there is one.
     pub fn name_in_file(&self, name: &str) -> Option<&str> {
-        let made = self.made.get_key_value(name).map(|(name, _)| name.as_str());
-        made.or_else(|| self.entry(name).map(|(name, _)| name.as_str()))
+        self.entry(name).map(|(name, _)| name.as_str())
     }
 
     /// The tensor of this name, if there is one and its dtype is one of [`DType`]. One that is made of others is made now, if it has not been; none where there
     /// is no memory for it.
     pub fn get(&self, name: &str) -> Option<TensorView<'_>> {
-        if let Some(made) = self.made.get(name) {
-            return self.kept(made).ok();
+        match self.entry(name)?.1 {
+            Tensor::Made(made) => self.kept(made).ok(),
+            Tensor::InFile(location) => Some(TensorView {
+                dtype: known_dtype(location.dtype)?,
+                shape: &location.shape,
+                bytes: self.bytes_of(location),
+            }),
         }
-        let location = self.locate(name)?;
-        Some(TensorView {
-            dtype: known_dtype(location.dtype)?,
-            shape: &location.shape,
-            bytes: &self.shards[location.shard].bytes[location.begin..location.end],
-        })
     }
 
     /// The type of the tensor of this name, which must be there, have this shape, and be bf16, f16 or f32, or made in fewer bits.
     pub fn dtype(&self, name: &str, shape: &[usize]) -> Result<DType, ModelError> {
-        let (given, dtype, said) = match (self.made.get(name), self.locate(name)) {
-            (Some(made), _) => (&made.remade.shape, Some(made.dtype), String::new()),
-            (None, Some(location)) => {
-                let dtype = known_dtype(location.dtype).filter(|dtype| dtype.is_float());
-                (&location.shape, dtype, format!("{:?}", location.dtype).to_lowercase())
-            }
-            (None, None) => {
-                return Err(ModelError::TensorAbsent { name: name.to_owned(), path: self.source.clone() });
-            }
+        let Some((_, tensor)) = self.entry(name) else {
+            return Err(ModelError::TensorAbsent { name: name.to_owned(), path: self.source.clone() });
         };
-        if given != shape {
-            let (given, expected) = (given.clone(), shape.to_owned());
+        if tensor.shape() != shape {
+            let (given, expected) = (tensor.shape().to_owned(), shape.to_owned());
             return Err(ModelError::TensorShape { name: name.to_owned(), given, expected });
         }
-        dtype.ok_or_else(|| ModelError::TensorDtype { name: name.to_owned(), given: said })
+        match tensor {
+            Tensor::Made(made) => Ok(made.dtype),
+            Tensor::InFile(Location { dtype, .. }) => known_dtype(*dtype)
+                .filter(|dtype| dtype.is_float())
+                .ok_or_else(|| ModelError::TensorDtype { name: name.to_owned(), given: said(*dtype) }),
+        }
     }
 
     /// The tensor of this name, as [`Weights::dtype`] wants it.
     pub fn expect(&self, name: &str, shape: &[usize]) -> Result<TensorView<'_>, ModelError> {
         self.dtype(name, shape)?;
-        match self.made.get(name) {
-            Some(made) => self.kept(made),
-            None => Ok(self.get(name).unwrap_or_else(|| unreachable!("it has a type"))),
+        match self.entry(name) {
+            Some((_, Tensor::Made(made))) => self.kept(made),
+            _ => Ok(self.get(name).unwrap_or_else(|| unreachable!("it has a type"))),
         }
     }
 
@@ -432,11 +517,7 @@ impl Weights {
         self.shards.iter().map(|s| s.path.as_path())
     }
 
-    fn locate(&self, name: &str) -> Option<&Location> {
-        self.entry(name).map(|(_, location)| location)
-    }
-
-    fn entry(&self, name: &str) -> Option<(&String, &Location)> {
+    fn entry(&self, name: &str) -> Option<(&String, &Tensor)> {
         if let Some(entry) = self.tensors.get_key_value(name) {
             return Some(entry);
         }
@@ -457,6 +538,11 @@ impl Weights {
         };
         self.tensors.get_key_value(&old)
     }
+}
+
+/// What errors call a type of files.
+fn said(dtype: FileDtype) -> String {
+    format!("{dtype:?}").to_lowercase()
 }
 
 fn known_dtype(dtype: FileDtype) -> Option<DType> {

@@ -9,7 +9,7 @@ use super::architecture::{Biases, Mixture, Normalises, Recurs, Shared, Sliding, 
 use super::rope::{self, Rope, RopeScaling};
 use super::{
     Activation, Architecture, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS, MAX_POSITIONS,
-    MAX_VOCAB, QkNorm, activation,
+    MAX_VOCAB, QkNorm, Stored, activation,
 };
 use crate::model::error::ModelError;
 use crate::model::json::Fields;
@@ -715,7 +715,7 @@ fn experts(fields: &Fields<'_>, architecture: Architecture, n_layers: usize) -> 
         }),
         false => None,
     };
-    let is_mxfp4 = fields.get("quantization_config").is_some();
+    let is_mxfp4 = Stored::of_fields(fields)? == Stored::Mxfp4;
     let rows = [
         ("hidden_size", fields.required_whole("hidden_size", 1..=MAX_HIDDEN)?),
         ("intermediate_size", intermediate_size),

@@ -14,13 +14,14 @@ mod decoder;
 mod encoder;
 mod modern_bert;
 mod rope;
+mod stored;
 
 use std::path::Path;
 
 use serde_json::Value;
 
 use super::error::ModelError;
-use super::json::{Fields, brief, read_value};
+use super::json::{Fields, read_value};
 pub(crate) use architecture::Norms;
 pub use architecture::{Architecture, QkNorm};
 pub use decoder::{
@@ -29,6 +30,7 @@ pub use decoder::{
 pub use encoder::BertConfig;
 pub use modern_bert::ModernBertConfig;
 pub use rope::{Rope, RopeScaling};
+pub use stored::Stored;
 
 /// The function between an MLP's two linear layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -75,13 +77,13 @@ impl ModelConfig {
     /// Understands a parsed config.json; `path` is what errors call it.
     pub fn from_value(path: &Path, value: &Value) -> Result<ModelConfig, ModelError> {
         let mut fields = Fields::new(path, value)?;
-        refuse_what_is_not_done(&fields)?;
+        // What is not read is refused.
+        Stored::of(path, value)?;
         let mut is_tied = None;
         // Of a model that sees or hears, the half that reads has a configuration of its own.
         let architecture = match fields.object("text_config")? {
             None => architecture(&fields)?,
             Some(text) => {
-                refuse_what_is_not_done(&text)?;
                 let says_its_own = text.get("model_type").is_some();
                 let architecture = if says_its_own { of_model_type(&text)? } else { architecture(&fields)? };
                 // Either may say it, and where neither does, the file decides.
@@ -178,22 +180,6 @@ fn of_model_type(fields: &Fields<'_>) -> Result<Architecture, ModelError> {
         .text("model_type")?
         .and_then(Architecture::from_model_type)
         .ok_or_else(|| fields.unsupported("model_type", Architecture::ALL.map(Architecture::model_type).join(", ")))
-}
-
-/// Keys that no architecture here heeds and that would change what the weights mean.
-fn refuse_what_is_not_done(fields: &Fields<'_>) -> Result<(), ModelError> {
-    let is_gpt_oss = || architecture(fields).is_ok_and(|architecture| architecture == Architecture::GptOss);
-    for key in ["quantization_config", "compression_config"] {
-        if let Some(quantization) = fields.get(key) {
-            let method = quantization.get("quant_method").unwrap_or(quantization);
-            if method == "mxfp4" && key == "quantization_config" && is_gpt_oss() {
-                continue;
-            }
-            let supported = "weights in bf16, f16 or f32, or gpt-oss's experts in \"mxfp4\"";
-            return Err(ModelError::unsupported(fields.path(), key, brief(method), supported));
-        }
-    }
-    Ok(())
 }
 
 /// What says that there are experts, or more of them, where `architecture` heeds it not.
