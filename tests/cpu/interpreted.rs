@@ -547,6 +547,8 @@ fn families_with_operators_of_their_own_make_the_cpus_tokens() {
         "tiny-granite4-h",
         "tiny-gpt-oss",
         "tiny-glm4-moe",
+        "tiny-lfm3",
+        "tiny-trinity",
     ] {
         let model = Model::load(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)).expect(name);
         let config = EngineConfig { max_context: Some(24), chunks: vec![4], ..EngineConfig::default() };

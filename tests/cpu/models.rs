@@ -88,7 +88,7 @@ fn divergence(expected: &[f32], found: &[f32]) -> f64 {
     p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum()
 }
 
-pub(super) const MODELS: [&str; 26] = [
+pub(super) const MODELS: [&str; 28] = [
     "tiny-qwen3",
     "tiny-llama",
     "tiny-qwen2",
@@ -110,16 +110,18 @@ pub(super) const MODELS: [&str; 26] = [
     "tiny-glm4-moe",
     "tiny-glm4",
     "tiny-qwen3-fp8",
+    "tiny-trinity",
     RECURRENT[0],
     RECURRENT[1],
     RECURRENT[2],
     RECURRENT[3],
     RECURRENT[4],
+    RECURRENT[5],
 ];
 
 /// Those whose layers pass states from row to row.
-pub(super) const RECURRENT: [&str; 5] =
-    ["tiny-qwen3.5", "tiny-lfm2", "tiny-granite4-h", "tiny-lfm2-moe", "tiny-qwen3-next"];
+pub(super) const RECURRENT: [&str; 6] =
+    ["tiny-qwen3.5", "tiny-lfm2", "tiny-granite4-h", "tiny-lfm2-moe", "tiny-qwen3-next", "tiny-lfm3"];
 
 /// The others, which can take back what they have read.
 pub(super) fn attending() -> impl Iterator<Item = &'static str> {

@@ -27,19 +27,20 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 sys.path.insert(0, str(Path(__file__).parent.parent / "fixtures"))
 from make_fixtures import fp8, save_fp8, save_mxfp4, to_mxfp4
 
-DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3", "granite", "phi3", "olmo2", "olmo3", "exaone4", "seed_oss", "ministral3", "glm", "glm4", "ernie4_5"]
+DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3", "granite", "phi3", "olmo2", "olmo3", "exaone4", "seed_oss", "ministral3", "glm", "glm4", "ernie4_5", "granite_swa"]
 # Layers pass states from row to row, most of them.
-RECURRENT = ["qwen3_5_text", "qwen3_next", "lfm2", "lfm2_moe"]
-EXPERTS = ["mixtral", "granitemoe", "granitemoeshared", "granitemoehybrid", "qwen3_moe", "qwen2_moe", "olmoe", "qwen3_5_moe_text", "gpt_oss"]
+RECURRENT = ["qwen3_5_text", "qwen3_next", "lfm2", "lfm2_moe", "lfm3"]
+EXPERTS = ["mixtral", "granitemoe", "granitemoeshared", "granitemoehybrid", "qwen3_moe", "qwen2_moe", "olmoe", "qwen3_5_moe_text", "gpt_oss", "mellum", "granitemoe_swa"]
 # The same, chosen by corrected sigmoids.
-BY_SIGMOID = ["lfm2_moe", "glm4_moe", "solar_open", "exaone_moe", "minimax_m2"]
+BY_SIGMOID = ["lfm2_moe", "glm4_moe", "solar_open", "exaone_moe", "dots1", "afmoe", "minimax_m2"]
 # Models that see, too, and the one in them that reads.
 HALVES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "qwen3_vl": "qwen3", "qwen2_5_vl": "qwen2", "mistral3": "mistral", "gemma3": "gemma3_text", "llava": "llama", "internvl": "qwen3"}
 ENCODERS = ["bert", "roberta", "xlm-roberta", "camembert", "modernbert"]
 LAYER_TYPES = ["full_attention", "sliding_attention"]
 # Each type of layer has RoPE's parameters of its own.
-BY_TYPE = ["gemma3_text", "olmo3"]
+BY_TYPE = ["gemma3_text", "olmo3", "mellum", "lfm3"]
 GRANITES = ["granite", "granitemoe", "granitemoeshared", "granitemoehybrid"]
+SWAS = ["granite_swa", "granitemoe_swa"]
 DTYPES = [torch.bfloat16, torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -81,10 +82,10 @@ def text_config(r, kind):
     heads = kv_heads * r.choice([1, 2, 3, 4, 5, 7, 8])
     while heads * head_dim > 1024 and heads > kv_heads:
         heads -= kv_heads
-    has_none = ("qwen2", "qwen2_moe", *GRANITES, "phi3", "olmo2", "olmo3", "olmoe", "lfm2", "lfm2_moe")
+    has_none = ("qwen2", "qwen2_moe", *GRANITES, *SWAS, "phi3", "olmo2", "olmo3", "olmoe", "lfm2", "lfm2_moe")
     has_head_dim = kind not in (*has_none, "llama", "mistral", "smollm3") or kind not in has_none and r.random() < 0.5
     hidden = r.choice([6, 16, 33, 48, 64, 96, 100, 128, 160, 192, 200, 256, 300]) if has_head_dim else heads * head_dim
-    if kind in ("llama", "gemma3_text", "smollm3", "exaone4", *GRANITES):  # transformers wants it so
+    if kind in ("llama", "gemma3_text", "smollm3", "exaone4", *GRANITES, *SWAS):  # transformers wants it so
         hidden = heads * max(1, hidden // heads)
     layers = r.choice([1, 2, 3, 4])
     c = {
@@ -104,9 +105,9 @@ def text_config(r, kind):
     }
     if has_head_dim:
         c["head_dim"] = head_dim
-    if kind in ("llama", "smollm3", "granite"):
+    if kind in ("llama", "smollm3", "granite", "granite_swa"):
         c |= {"attention_bias": r.random() < 0.4, "mlp_bias": r.random() < 0.4}
-    if kind in ("qwen3", "qwen3_moe", *GRANITES[1:]):
+    if kind in ("qwen3", "qwen3_moe", "mellum", "dots1", "afmoe", *GRANITES[1:], *SWAS[1:]):
         c["attention_bias"] = r.random() < 0.4
     if kind in ("mistral", "mixtral"):
         c["sliding_window"] = r.choice([None, 1, 3, 7, 16, 40, 4096])
@@ -115,7 +116,7 @@ def text_config(r, kind):
     if kind == "smollm3":
         c |= {"no_rope_layers": [r.choice([0, 1]) for _ in range(layers)]} if r.random() < 0.6 else {"no_rope_layer_interval": r.choice([1, 2, 4])}
         c |= {"use_sliding_window": True, "sliding_window": r.choice([1, 5, 16, 50])} if r.random() < 0.4 else {}
-    if kind in ("mixtral", *GRANITES[1:]):
+    if kind in ("mixtral", *GRANITES[1:], *SWAS[1:]):
         experts = r.choice([1, 2, 4, 8])
         c |= {"num_local_experts": experts, "num_experts_per_tok": r.randint(1, min(experts, 4))}
     if kind in ("qwen3_moe", "qwen2_moe", "qwen3_next"):
@@ -126,12 +127,15 @@ def text_config(r, kind):
     if kind == "phi3":
         c |= {"sliding_window": r.choice([None, 1, 7, 40]), "original_max_position_embeddings": r.choice([16, 32, 64, 4096])}
         c["rope_parameters"] = longrope(r, head_dim)
-    if kind in GRANITES:
+    if kind in SWAS:
+        c |= {"layer_types": [r.choice(LAYER_TYPES) for _ in range(layers)]} if r.random() < 0.7 else {}
+        c |= {"sliding_window": r.choice([1, 5, 16, 128]), "layer_rope_theta": r.choice([None, [r.choice([0, 1e4, 77.0]) for _ in range(layers)]])}
+    if kind in (*GRANITES, *SWAS):
         c |= {"attention_multiplier": r.choice([1 / head_dim, head_dim ** -0.5]), "embedding_multiplier": r.choice([1.0, 3.0, 12.0])}
         c |= {"residual_multiplier": r.choice([1.0, 0.22, 1.5]), "logits_scaling": r.choice([1.0, 0.5, 8.0])}
     if kind in ("qwen2_moe", "qwen3_next"):
         c |= {"shared_expert_intermediate_size": r.choice([8, 31, 64, 100])} | ({"qkv_bias": r.random() < 0.7} if kind == "qwen2_moe" else {})
-    if kind in GRANITES[2:]:
+    if kind in (*GRANITES[2:], *SWAS[1:]):
         c["shared_intermediate_size"] = r.choice([8, 31, 64, 130])
     if kind == "granitemoehybrid":
         kinds = r.choice([["full_attention"], ["full_attention", "linear_attention", "linear_attention"]])
@@ -174,12 +178,24 @@ def text_config(r, kind):
         c |= {"num_local_experts": experts, "num_experts_per_tok": r.randint(1, min(experts, 4)), "attention_bias": r.random() < 0.7}
         c |= {"swiglu_limit": r.choice([7.0, 1.0, 0.3]), "swiglu_alpha": r.choice([1.702, 1.0]), "sliding_window": r.choice([1, 5, 16, 128])}
         c |= r.choice([{}, {"layer_types": [r.choice(LAYER_TYPES) for _ in range(layers)]}])
+    if kind == "mellum":
+        experts = r.choice([4, 8, 16])
+        c |= {"num_experts": experts, "num_experts_per_tok": r.randint(1, min(experts, 8)), "norm_topk_prob": r.random() < 0.7}
+        c |= {"moe_intermediate_size": r.choice([8, 24, 64, 100]), "mlp_layer_types": [r.choice(["dense", "sparse"]) for _ in range(layers)]}
+        c |= {"layer_types": [r.choice(LAYER_TYPES) for _ in range(layers)], "sliding_window": r.choice([2, 8, 16, 64])}
+        c["rope_parameters"] = {"full_attention": rope(r, kind), "sliding_attention": rope(r, kind)}
     if kind in BY_SIGMOID:
-        name = {"lfm2_moe": "num_experts", "exaone_moe": "num_experts", "minimax_m2": "num_local_experts"}.get(kind, "n_routed_experts")
+        name = {"lfm2_moe": "num_experts", "exaone_moe": "num_experts", "afmoe": "num_experts", "minimax_m2": "num_local_experts"}.get(kind, "n_routed_experts")
         experts = r.choice([2, 4, 8, 16])
         c |= {name: experts, "num_experts_per_tok": r.randint(1, min(experts, 8))}
     if kind in BY_SIGMOID[:-1]:
         c |= {"moe_intermediate_size": r.choice([8, 24, 64, 100]), "norm_topk_prob": r.random() < 0.7, "routed_scaling_factor": r.choice([1.0, 2.5])}
+    if kind == "dots1":
+        c |= {"first_k_dense_replace": r.randrange(layers + 1), "n_shared_experts": r.choice([1, 2]), "n_group": 1, "topk_group": 1}
+        c |= {"layer_types": [r.choice(LAYER_TYPES) for _ in range(layers)], "sliding_window": r.choice([2, 8, 16, 64])}
+    if kind == "afmoe":
+        c |= {"num_dense_layers": r.randrange(layers + 1), "num_shared_experts": r.choice([1, 2]), "route_scale": r.choice([1.0, 2.5]), "mup_enabled": r.random() < 0.5}
+        c |= {"layer_types": [r.choice(LAYER_TYPES) for _ in range(layers)], "sliding_window": r.choice([2, 8, 16, 64])}
     if kind in ("glm4_moe", "solar_open"):
         c |= {"attention_bias": r.random() < 0.5, "n_shared_experts": r.choice([1, 2]), "n_group": 1, "topk_group": 1}
     if kind == "glm4_moe":
@@ -192,6 +208,12 @@ def text_config(r, kind):
         c["rope_parameters"]["partial_rotary_factor"] = r.choice(parts)
     if kind == "lfm2_moe":
         c |= {"num_dense_layers": r.randrange(layers + 1), "use_expert_bias": r.random() < 0.8}
+    if kind == "lfm3":
+        c |= {"layer_types": [r.choice(["conv", *LAYER_TYPES]) for _ in range(layers)], "conv_L_cache": r.choice([2, 3, 7]), "conv_bias": r.random() < 0.4}
+        c |= {"sliding_window": r.choice([2, 8, 16, 64]), "use_attention_gate": r.random() < 0.8}
+        turned = {"rope_type": "proportional", "rope_theta": r.choice([1e4, 1e6]), "partial_rotary_factor": r.choice([1.0, 0.5, 0.25])}
+        c["rope_parameters"] = {"full_attention": r.choice([turned, rope(r, kind)]), "sliding_attention": rope(r, kind)}
+        c["norm_eps"] = c.pop("rms_norm_eps")
     if kind in ("lfm2", "lfm2_moe"):
         c |= {"layer_types": [r.choice(["conv", "full_attention"]) for _ in range(layers)], "conv_L_cache": r.choice([2, 3, 3, 5]), "conv_bias": r.random() < 0.4}
         c["norm_eps"] = c.pop("rms_norm_eps")

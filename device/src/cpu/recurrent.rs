@@ -364,7 +364,7 @@ impl Body for Gated {
     unsafe fn run<L: Level>(self) {
         let (heads, d) = (self.x.extent(1), self.x.extent(2));
         for (r, h) in (0..self.rows).flat_map(|r| (0..heads).map(move |h| (r, h))) {
-            let [x, gate, y] = [&self.x, &self.gate, &self.y].map(|tensor| Row::of(tensor, [r, h, 0], d));
+            let [x, gate, y] = [&self.x, &self.gate, &self.y].map(|of| Row::of(of, [r, h, 0], of.extent(2)));
             let w = self.w.is_present().then(|| Row::of(&self.w, [0], d));
             let params = self.params;
             // SAFETY: the level exists (caller); the rows have one length.
@@ -388,7 +388,12 @@ impl<S: Simd> GatedRow<S> {
     unsafe fn opened(&self, i: usize, n: usize) -> S::F {
         // SAFETY: the caller's promises are the same.
         unsafe {
-            let gate = self.gate.load::<S>(i, n);
+            // One for all of a head, or each of them its own.
+            let gate = if self.gate.len() == 1 {
+                S::splat(S::sum(self.gate.load::<S>(0, 1)))
+            } else {
+                self.gate.load::<S>(i, n)
+            };
             gated::<S>(if self.params.is_silu == 1 { gate } else { S::splat(1.0) }, gate)
         }
     }

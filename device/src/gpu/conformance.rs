@@ -834,7 +834,8 @@ fn gated(random: &mut Random, round: usize) {
     let dtype = random.dtype();
     case.floats(random, dtype, &[rows, heads, d]);
     case.maybe(random, &[d]);
-    case.floats(random, dtype, &[rows, heads, d]);
+    let gates = if random.below(3) == 0 { 1 } else { d };
+    case.floats(random, dtype, &[rows, heads, gates]);
     let dtype = random.dtype();
     case.push(random, dtype, &[rows, heads, d], |_| 7.0);
     case.step.rows = random.below(rows + 1);

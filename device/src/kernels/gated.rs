@@ -1,5 +1,6 @@
 //! y[r,h,:] = norm(x[r,h,:]) * f(gate[r,h,:]), or norm(x[r,h,:] * f(gate[r,h,:])), f the sigmoid, or silu, and norm(x) = x * rsqrt(mean(x^2) + eps) * w.
-//! x, gate, y: [rows, heads, d]; w: [d], without which nothing is normalised; f32 accumulation. What an attention makes, head by head, before it goes on.
+//! x, y: [rows, heads, d]; gate: the same, or [rows, heads, 1], one for all elements of a head; w: [d], without which nothing is normalised; f32
+//! accumulation. What an attention makes, head by head, before it goes on.
 
 use super::*;
 use crate::arch::{WARP, memory, scalar, warp};
@@ -55,9 +56,13 @@ impl MacroKernel for Gated {
             rules::dtype(name, operand, &rules::FLOATS)?;
             rules::rank(name, operand, 3)?;
             rules::unit_stride(name, operand)?;
-            for dim in 0..3 {
+            for dim in 0..2 {
                 rules::extent(name, operand, dim, x.extent[dim])?;
             }
+        }
+        rules::extent("y", y, 2, x.extent[2])?;
+        if gate.extent[2] != 1 {
+            rules::extent("gate", gate, 2, x.extent[2])?;
         }
         rules::dtype("w", w, &rules::FLOATS)?;
         rules::rank("w", w, 1)?;
@@ -71,7 +76,7 @@ impl MacroKernel for Gated {
         let [x, w, gate, y] = core::array::from_fn(|i| call.tensor(i));
         let (heads, d) = (x.extent(1), x.extent(2));
         for (r, h) in (0..call.rows(slot::X)).flat_map(|r| (0..heads).map(move |h| (r, h))) {
-            let opened = |i: usize| p.opened(gate.get([r, h, i]));
+            let opened = |i: usize| p.opened(gate.get([r, h, if gate.extent(2) == 1 { 0 } else { i }]));
             let normed = |i: usize| x.get([r, h, i]) * if p.gates_first == 1 { opened(i) } else { 1.0 };
             let squares: f32 = (0..d).map(|i| normed(i).powi(2)).sum();
             let scale = 1.0 / (squares / d as f32 + p.eps).sqrt();
@@ -104,7 +109,13 @@ impl MacroKernel for Gated {
                 let at = first + 4 * own;
                 [0, 1, 2, 3].map(|i| if at + i < d { at + i } else { d - 1 })
             };
-            let opened = |by: [f32; 4]| {
+            let is_one = call.tensor(slot::GATE).extent(2) == 1;
+            let opened = |head: [u32; 2], at: [u32; 4]| {
+                let by = call.gather(
+                    slot::GATE,
+                    &call.tensor(slot::GATE).row(head),
+                    at.map(|at| if is_one { 0 } else { at }),
+                );
                 by.map(|by| {
                     let sigmoid = scalar::reciprocal(1.0 + exp(-by));
                     if p.is_silu == 1 { by * sigmoid } else { sigmoid }
@@ -120,7 +131,7 @@ impl MacroKernel for Gated {
                     while first < d {
                         let mut four = call.gather(slot::X, &row_of(slot::X), places(first));
                         if p.gates_first == 1 {
-                            let by = opened(call.gather(slot::GATE, &row_of(slot::GATE), places(first)));
+                            let by = opened(head, places(first));
                             for i in 0..4 {
                                 four[i] *= by[i];
                             }
@@ -139,7 +150,7 @@ impl MacroKernel for Gated {
                 while first < d {
                     let at = places(first);
                     let mut four = call.gather(slot::X, &row_of(slot::X), at);
-                    let by = opened(call.gather(slot::GATE, &row_of(slot::GATE), at));
+                    let by = opened(head, at);
                     if call.tensor(slot::W).is_present() {
                         let weights = call.tensor(slot::W).row([]).gather(at);
                         for i in 0..4 {

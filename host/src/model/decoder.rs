@@ -4,13 +4,13 @@
 //! `group` = heads / kv_heads, `head_dim`, `context` (positions of the KV cache), `vocab`.
 
 use super::config::{
-    Activation as ConfigActivation, Architecture, DecoderConfig, DeltaRule, Experts, LimitedGate, Mixer, Norms, QkNorm,
-    Rope, SharedExpert, Sigmoids, StateSpace,
+    Activation as ConfigActivation, Architecture, AttentionGate, DecoderConfig, DeltaRule, Experts, LimitedGate, Mixer,
+    Norms, QkNorm, Rope, SharedExpert, Sigmoids, StateSpace,
 };
 use super::embedding;
 use super::error::ModelError;
 use super::factors;
-use super::layout::{DELTA_NORM, DecoderNames, ExpertNames, MlpNames, SINKS, norm_role};
+use super::layout::{DELTA_NORM, DecoderNames, ExpertNames, GATE, MlpNames, SINKS, gate_of, norm_role};
 use super::quantize::Quantized;
 use super::remade;
 use super::sentence::SentenceConfig;
@@ -185,13 +185,14 @@ pub struct Decoder<'a> {
     sentence: Option<&'a SentenceConfig>,
 }
 
-/// Queries, keys and values of one layer, `[rows, heads * head_dim]` and twice `[rows, kv_heads * head_dim]`. Where attention is
-/// [gated](DecoderConfig::gates_attention), each query's gate stands behind it.
+/// Queries, keys and values of one layer, `[rows, heads * head_dim]` and twice `[rows, kv_heads * head_dim]`. Attention's [gate](DecoderConfig::gate) may stand
+/// behind each query, or by itself.
 #[derive(Clone, Copy, Debug)]
 pub struct Projected {
     q: TensorId,
     k: TensorId,
     v: TensorId,
+    gate: Option<TensorId>,
 }
 
 impl<'a> Decoder<'a> {
@@ -308,14 +309,24 @@ impl<'a> Decoder<'a> {
         let names = ["q", "k", "v", "qkv"].map(|which| format!("model.layers.{layer}.self_attn.{which}_proj"));
         let [q, k, v, qkv] = names.each_ref().map(String::as_str);
         let kv_dim = n_kv_heads * head_dim;
-        let q_dim = n_heads * head_dim * if self.config.gates_attention { 2 } else { 1 };
+        let q_dim = n_heads * head_dim * self.of_query();
         let fused = self.config.architecture.is_fused().then_some(qkv);
         let [of_q, of_k, of_v] = self.matrices([(q, q_dim), (k, kv_dim), (v, kv_dim)], fused, hidden_size)?;
+        let gate = match self.config.gate.and_then(|gate| gate_of(self.config, gate)) {
+            Some(n) => Some(self.linear(&format!("model.layers.{layer}.{GATE}"), x, [n, hidden_size], false, None)?),
+            None => None,
+        };
         Ok(Projected {
             q: self.linear_with(of_q, q, x, has_bias, None)?,
             k: self.linear_with(of_k, k, x, has_bias, None)?,
             v: self.linear_with(of_v, v, x, has_bias, None)?,
+            gate,
         })
+    }
+
+    /// How many times a head's elements its query takes of a row of queries: its gate may stand there, too.
+    fn of_query(&self) -> usize {
+        if self.config.gate == Some(AttentionGate::BesideQueries) { 2 } else { 1 }
     }
 
     /// Rotates queries and keys (normalised first, where the configuration says so), appends keys and values to the layer's
@@ -339,7 +350,7 @@ impl<'a> Decoder<'a> {
         };
         let group = n_heads / n_kv_heads;
         // Per head, what its query takes of the row, and a gate, if there are gates.
-        let taken = head_dim * if self.config.gates_attention { 2 } else { 1 };
+        let taken = head_dim * self.of_query();
         let strides = [n_heads * taken, group * taken, taken, 1];
         let q = self.graph.view(p.q, 0, &[rows, n_kv_heads, group, head_dim], &strides)?;
         let k = self.graph.reshape(p.k, &[rows, n_kv_heads, head_dim])?;
@@ -383,16 +394,25 @@ impl<'a> Decoder<'a> {
             self.graph.rope(&format!("{prefix}.rope"), rope, cache)?;
             self.graph.attention(&format!("{prefix}.attention"), q, cache, args)?
         };
-        if !self.config.gates_attention {
-            return Ok(attended);
-        }
-        let heads = self.graph.reshape(attended, &[rows, n_heads, head_dim])?;
-        let gates = self.graph.view(p.q, head_dim, &[rows, n_heads, head_dim], &[n_heads * taken, taken, 1])?;
+        let shape = [rows, n_heads, head_dim];
+        let gates = match (self.config.gate, p.gate) {
+            (None, _) => return Ok(attended),
+            (Some(AttentionGate::Heads), Some(gate)) => self.graph.reshape(gate, &[rows, n_heads, 1])?,
+            (Some(_), Some(gate)) => self.graph.reshape(gate, &shape)?,
+            (Some(_), None) => self.graph.view(p.q, head_dim, &shape, &[n_heads * taken, taken, 1])?,
+        };
+        let heads = self.graph.reshape(attended, &shape)?;
         Ok(self.graph.gated(&format!("{prefix}.gate"), heads, gates, Gate::Sigmoid, GateNorm::None)?)
     }
 
-    /// x + what `mixer`, which layer `layer` has in the place of attention, makes of h.
-    pub fn mix(&mut self, layer: usize, mixer: Mixer, h: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
+    /// (x +) what `mixer`, which layer `layer` has in the place of attention, makes of h.
+    pub fn mix(
+        &mut self,
+        layer: usize,
+        mixer: Mixer,
+        h: TensorId,
+        x: Option<TensorId>,
+    ) -> Result<TensorId, BuildError> {
         match mixer {
             Mixer::DeltaRule(of) => self.delta_rule(layer, of, h, x),
             Mixer::StateSpace(of) => self.state_space(layer, of, h, x),
@@ -400,8 +420,14 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// x + norm(state space(silu(convolution(h . in^T))) * silu(gate)) . out^T, where gate, too, is a part of h . in^T.
-    fn state_space(&mut self, layer: usize, of: StateSpace, h: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
+    /// (x +) norm(state space(silu(convolution(h . in^T))) * silu(gate)) . out^T, where gate, too, is a part of h . in^T.
+    fn state_space(
+        &mut self,
+        layer: usize,
+        of: StateSpace,
+        h: TensorId,
+        x: Option<TensorId>,
+    ) -> Result<TensorId, BuildError> {
         let StateSpace { heads, head_dim, state_dim, taps, conv_bias, linear_bias, norm_eps } = of;
         let rows = self.graph.rows.unwrap_or(1) as usize;
         let hidden_size = self.config.hidden_size;
@@ -432,11 +458,17 @@ impl<'a> Decoder<'a> {
         let w = self.factors(&of_layer("norm"), inner)?;
         let norm = GateNorm::OfGated { w, eps: norm_eps as f32 };
         let gated = self.graph.gated(&of_layer("gate"), made, gate, Gate::Silu, norm)?;
-        self.linear(&of_layer("out_proj"), gated, [hidden_size, inner], linear_bias, Some(x))
+        self.linear(&of_layer("out_proj"), gated, [hidden_size, inner], linear_bias, x)
     }
 
-    /// x + (norm(delta rule(silu(convolution(h . qkv^T)))) * silu(h . z^T)) . out^T.
-    fn delta_rule(&mut self, layer: usize, of: DeltaRule, h: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
+    /// (x +) (norm(delta rule(silu(convolution(h . qkv^T)))) * silu(h . z^T)) . out^T.
+    fn delta_rule(
+        &mut self,
+        layer: usize,
+        of: DeltaRule,
+        h: TensorId,
+        x: Option<TensorId>,
+    ) -> Result<TensorId, BuildError> {
         let DeltaRule { key_heads, value_heads, key_dim, value_dim, taps } = of;
         let (rows, group) = (self.graph.rows.unwrap_or(1) as usize, value_heads / key_heads);
         let DecoderConfig { hidden_size, rms_norm_eps, .. } = *self.config;
@@ -471,7 +503,7 @@ impl<'a> Decoder<'a> {
         let norm = self.factors(&format!("model.layers.{layer}.{DELTA_NORM}"), value_dim)?;
         let norm = GateNorm::OfX { w: norm, eps: rms_norm_eps as f32 };
         let gated = self.graph.gated(&of_layer("gate"), heads, gates, Gate::Silu, norm)?;
-        self.linear(&of_layer("out_proj"), gated, [hidden_size, values], false, Some(x))
+        self.linear(&of_layer("out_proj"), gated, [hidden_size, values], false, x)
     }
 
     /// x + (c * convolution(b * u)) . out^T, where b, c and u are h . in^T.
@@ -481,7 +513,7 @@ impl<'a> Decoder<'a> {
         taps: usize,
         has_bias: bool,
         h: TensorId,
-        x: TensorId,
+        x: Option<TensorId>,
     ) -> Result<TensorId, BuildError> {
         let hidden = self.config.hidden_size;
         let rows = self.graph.rows.unwrap_or(1) as usize;
@@ -493,7 +525,7 @@ impl<'a> Decoder<'a> {
         let bias = if has_bias { Some(self.weight(&of_layer("conv.bias"), &[hidden])?) } else { None };
         let args = ConvArgs { x: u, w, bias, gate: Some(gate), scale: Some(scale), activation: Activation::None };
         let made = self.graph.causal_conv(&of_layer("conv"), args, &of_layer("state"))?;
-        self.linear(&of_layer("out_proj"), made, [hidden, hidden], has_bias, Some(x))
+        self.linear(&of_layer("out_proj"), made, [hidden, hidden], has_bias, x)
     }
 
     /// The filters called `name`, `[columns, taps]`.

@@ -7,8 +7,8 @@ use std::collections::{HashMap, HashSet};
 use perpetua_shared::DType;
 
 use super::config::{
-    Architecture, BertConfig, DecoderConfig, DeltaRule, Experts, Mixer, ModelConfig, ModernBertConfig, Norms, QkNorm,
-    SharedExpert, StateSpace,
+    Architecture, AttentionGate, BertConfig, DecoderConfig, DeltaRule, Experts, Mixer, ModelConfig, ModernBertConfig,
+    Norms, QkNorm, SharedExpert, StateSpace,
 };
 use super::{fp8, remade};
 
@@ -122,7 +122,18 @@ impl DecoderNames {
                 last_norm: "model.embedding_norm",
                 ..usual
             },
+            Architecture::Lfm3 => DecoderNames {
+                before: ["operator_norm", "ffn_norm"],
+                after: ["post_operator_norm", "post_ffn_norm"],
+                last_norm: "model.embedding_norm",
+                ..usual
+            },
             Architecture::Gemma3 => DecoderNames { before: ["input_layernorm", "pre_feedforward_layernorm"], ..usual },
+            Architecture::Afmoe => DecoderNames {
+                before: ["input_layernorm", "pre_mlp_layernorm"],
+                after: ["post_attention_layernorm", "post_mlp_layernorm"],
+                ..usual
+            },
             Architecture::Glm4 => DecoderNames { after: ["post_self_attn_layernorm", "post_mlp_layernorm"], ..usual },
             _ => usual,
         }
@@ -131,6 +142,18 @@ impl DecoderNames {
 
 /// The sinks of query heads, in a layer.
 pub(crate) const SINKS: &str = "self_attn.sinks";
+
+/// The matrix of attention's gate, in a layer, where it has one of its own.
+pub(crate) const GATE: &str = "self_attn.gate_proj";
+
+/// How many elements of a gate it makes.
+pub(crate) fn gate_of(c: &DecoderConfig, gate: AttentionGate) -> Option<usize> {
+    match gate {
+        AttentionGate::BesideQueries => None,
+        AttentionGate::Elements => Some(c.n_heads * c.head_dim),
+        AttentionGate::Heads => Some(c.n_heads),
+    }
+}
 
 /// Where files have the matrices of all experts of a layer together: gates and ups, and downs.
 pub(super) const EXPERT_STACKS: [&str; 2] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"];
@@ -231,7 +254,7 @@ impl MlpNames {
                 MlpNames { fused: Some("mlp.gate_up_proj"), ..usual }
             }
             Architecture::GraniteMoeHybrid => MlpNames::GRANITE,
-            Architecture::Lfm2 | Architecture::Lfm2Moe => {
+            Architecture::Lfm2 | Architecture::Lfm2Moe | Architecture::Lfm3 => {
                 MlpNames { parts: ["feed_forward.w1", "feed_forward.w3", "feed_forward.w2"], ..usual }
             }
             _ => usual,
@@ -241,8 +264,14 @@ impl MlpNames {
     /// Those of the MLP beside experts that all rows go to.
     pub(crate) fn shared(architecture: Architecture) -> MlpNames {
         match architecture {
-            Architecture::GraniteMoeShared | Architecture::GraniteMoeHybrid => MlpNames::GRANITE,
-            Architecture::Glm4Moe | Architecture::SolarOpen | Architecture::ExaoneMoe => MlpNames {
+            Architecture::GraniteMoeShared | Architecture::GraniteMoeHybrid | Architecture::GraniteMoeSwa => {
+                MlpNames::GRANITE
+            }
+            Architecture::Glm4Moe
+            | Architecture::SolarOpen
+            | Architecture::ExaoneMoe
+            | Architecture::Dots1
+            | Architecture::Afmoe => MlpNames {
                 parts: ["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"],
                 fused: None,
             },
@@ -357,7 +386,12 @@ impl ExpertNames {
                 let stacks = ["block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"];
                 ("block_sparse_moe.router.layer", "block_sparse_moe.experts", usual, Some(stacks))
             }
+            Architecture::GraniteMoeSwa => {
+                let stacks = ["block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"];
+                ("block_sparse_moe.router", "block_sparse_moe.experts", usual, Some(stacks))
+            }
             Architecture::GptOss => ("mlp.router", "mlp.experts", usual, None),
+            Architecture::Afmoe => ("mlp.router.gate", "mlp.experts", usual, None),
             Architecture::Qwen35Moe => ("mlp.gate", "mlp.experts", usual, Some(EXPERT_STACKS)),
             _ => ("mlp.gate", "mlp.experts", usual, None),
         };
@@ -365,6 +399,7 @@ impl ExpertNames {
             Architecture::Lfm2Moe => "feed_forward.expert_bias",
             Architecture::MiniMaxM2 => "block_sparse_moe.e_score_correction_bias",
             Architecture::ExaoneMoe => "mlp.e_score_correction_bias",
+            Architecture::Afmoe => "mlp.expert_bias",
             _ => "mlp.gate.e_score_correction_bias",
         };
         let may_be_apart = architecture == Architecture::Qwen35Moe;
@@ -393,7 +428,7 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
         }
         let experts = c.experts_of(i);
         let mixer = c.mixer_of(i);
-        let q_out = if c.gates_attention { 2 * q_dim } else { q_dim };
+        let q_out = if c.gate == Some(AttentionGate::BesideQueries) { 2 * q_dim } else { q_dim };
         let projections: &[_] = match (mixer, c.architecture.is_fused()) {
             (Some(_), _) => &[],
             (None, true) => &[("self_attn.qkv_proj", q_out + 2 * kv_dim)],
@@ -418,6 +453,9 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
             if bias {
                 add(format!("{layer}.{part}.bias"), vec![out], Role::Bias);
             }
+        }
+        if let (Some(gate), None) = (c.gate.and_then(|gate| gate_of(c, gate)), mixer) {
+            add(format!("{layer}.{GATE}.weight"), vec![gate, c.hidden_size], Role::Linear);
         }
         if c.has_sinks {
             add(format!("{layer}.{SINKS}"), vec![c.n_heads], Role::Bias);
@@ -649,6 +687,22 @@ mod tests {
                     "feed_forward.experts.0.w3.weight",
                     "ffn_norm.weight",
                 ],
+            ),
+            (
+                "tiny-trinity",
+                "",
+                &[
+                    "mlp.router.gate.weight",
+                    "mlp.expert_bias",
+                    "mlp.shared_experts.down_proj.weight",
+                    "pre_mlp_layernorm.weight",
+                    "self_attn.gate_proj.weight",
+                ],
+            ),
+            (
+                "tiny-granitemoe",
+                "GraniteMoeSWAForCausalLM",
+                &["block_sparse_moe.router.weight", "block_sparse_moe.experts.gate_up_proj", "self_attn.sinks"],
             ),
             (
                 "tiny-glm4",

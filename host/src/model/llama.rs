@@ -1,9 +1,10 @@
 //! Llama and the families that build their layers alike; what else differs the configuration says:
 //!
 //! - ERNIE 4.5 and GLM: heads whose neighbours are turned with each other, which shows in [`remade`](super::remade) alone.
-//! - GLM 4.5 to 4.7, Solar Open, K-EXAONE, MiniMax M2 and LFM2's larger ones: experts chosen by corrected sigmoids.
+//! - GLM 4.5 to 4.7, Solar Open, K-EXAONE, dots.llm1, MiniMax M2 and LFM2's larger ones: experts chosen by corrected sigmoids.
 //! - Llama 2 to 3.2: plain grouped-query attention; Llama 3's frequency scaling is part of the rotary table. SmolLM3, too: layers that do
 //!   not turn queries and keys have a table of zeros.
+//! - Granite Swash: Granite with sinks and windows. Mellum: Qwen3 MoE with windows.
 //! - gpt-oss: experts with biases, whose gates and ups are limited; heads with sinks; a window in every second layer.
 //! - Mistral, Ministral and, with experts, Mixtral: over the last positions alone where there is a window.
 //! - Qwen2 and Qwen2.5, and Seed-OSS: biases on q, k and v. Qwen2 MoE: experts, and an MLP that all rows go to, by a weight of its own.
@@ -26,7 +27,7 @@ pub fn build(mut net: Decoder<'_>) -> Result<KernelGraph, BuildError> {
         let [before_attention, before_mlp] = DecoderNames::of(net.config.architecture).before;
         let h = net.norm(&format!("model.layers.{layer}.{before_attention}"), x)?;
         x = match net.config.mixer_of(layer) {
-            Some(mixer) => net.mix(layer, mixer, h, x)?,
+            Some(mixer) => net.mix(layer, mixer, h, Some(x))?,
             None => {
                 let projected = net.project(layer, h)?;
                 let attended = net.attend(layer, projected)?;

@@ -434,6 +434,8 @@ mod tests {
             "tiny-qwen3-fp8",
             "tiny-qwen3-next",
             "tiny-lfm2-moe",
+            "tiny-lfm3",
+            "tiny-trinity",
         ] {
             let folder = ModelFolder::open(fixture(name)).expect(name);
             assert_eq!(folder.generation().eos_token_ids, [2]);

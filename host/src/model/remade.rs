@@ -110,7 +110,7 @@ fn reordered(c: &DecoderConfig) -> Vec<(Remade, TensorSpec)> {
         match c.mixer_of(layer) {
             None if c.architecture.turns_neighbours() => {
                 assert!(
-                    c.qk_norm == QkNorm::None && !c.gates_attention,
+                    c.qk_norm == QkNorm::None && c.gate.is_none(),
                     "norms' factors and gates stand in files' order"
                 );
                 for (part, heads) in [("q", c.n_heads), ("k", c.n_kv_heads)] {

@@ -106,12 +106,12 @@ proptest! {
     #[test]
     fn gated_agrees_with_its_reference(
         isa in isas(), xd in dtypes(), yd in dtypes(), rows in 0usize..4, heads in 1usize..4, d in 1usize..150,
-        is_normed: bool, is_silu in 0u32..2, gates_first in 0u32..2, gap in 0usize..3, seed in any::<u64>(),
+        is_normed: bool, is_one: bool, is_silu in 0u32..2, gates_first in 0u32..2, gap in 0usize..3, seed in any::<u64>(),
     ) {
         let io = [
             Memory::new(xd, &[rows, heads, d], gap, 1, |i| noise(seed, i)),
             if is_normed { Memory::new(xd, &[d], 0, 1, |i| noise(seed ^ 1, i)) } else { Memory::absent() },
-            Memory::new(xd, &[rows, heads, d], gap, 1, |i| 20.0 * noise(seed ^ 2, i)),
+            Memory::new(xd, &[rows, heads, if is_one { 1 } else { d }], gap, 1, |i| 20.0 * noise(seed ^ 2, i)),
             Memory::new(yd, &[rows, heads, d], gap, 1, |_| 7.0),
         ];
         let results = both::<Gated>(isa, &gated::Params { eps: 1e-6, is_silu, gates_first }, &io, step(0, rows as u32), 0);

@@ -144,7 +144,8 @@ impl KernelGraph {
         self.add::<Recurrence>(name, &recurrence::Params {}, &operands, &cuts)
     }
 
-    /// x * f(`by`), f what `gate` says, normalised head by head as `norm` says. x, `by`: `[rows, heads, d]`; the result: `[rows, heads * d]`.
+    /// x * f(`by`), f what `gate` says, normalised head by head as `norm` says. x: `[rows, heads, d]`; `by`: the same, or `[rows, heads, 1]`; the result:
+    /// `[rows, heads * d]`.
     pub fn gated(
         &mut self,
         name: &str,

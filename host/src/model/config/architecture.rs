@@ -12,6 +12,8 @@ pub enum Architecture {
     Qwen3,
     /// `Qwen3MoeForCausalLM`: Qwen3 whose MLPs are mixtures of experts, all or some.
     Qwen3Moe,
+    /// `MellumForCausalLM` (Mellum 2): Qwen3 MoE, some of whose layers have a window, and turn by a base of their own.
+    Mellum,
     /// `Qwen2ForCausalLM`: biases on q, k and v. Qwen 2.5 is this too.
     Qwen2,
     /// `Qwen2MoeForCausalLM`: Qwen2 whose MLPs are mixtures of experts, and beside these one that all rows go to.
@@ -39,6 +41,11 @@ pub enum Architecture {
     /// `GraniteMoeHybridForCausalLM`: the same, or that MLP alone (Granite 4.0's dense models), with RoPE or without; most layers may have a state space in
     /// the place of attention.
     GraniteMoeHybrid,
+    /// `GraniteSWAForCausalLM` (Granite Swash): Granite, most of whose layers have a window, and whose heads have sinks; each layer may turn by a base of its
+    /// own, or not.
+    GraniteSwa,
+    /// `GraniteMoeSWAForCausalLM`: the same whose MLPs are mixtures of experts.
+    GraniteMoeSwa,
     /// `SeedOssForCausalLM`: Llama with biases on q, k and v.
     SeedOss,
     /// `Phi3ForCausalLM`: Llama whose q, k and v are one matrix, as are gate and up. Phi 4 is this too.
@@ -67,6 +74,9 @@ pub enum Architecture {
     Lfm2,
     /// `Lfm2MoeForCausalLM`: LFM2 whose MLPs, but for the first layers', are mixtures of experts, chosen by corrected sigmoids.
     Lfm2Moe,
+    /// `Lfm3ForCausalLM`: LFM2 with norms behind attention, convolutions and MLP, too; some of its layers have a window, and what attention makes goes
+    /// through a gate a head.
+    Lfm3,
     /// `Glm4MoeForCausalLM` (GLM 4.5 to 4.7, Air too): mixtures of experts, chosen by corrected sigmoids, but for the first layers', with an MLP beside them
     /// that all rows go to; of each head a part is turned.
     Glm4Moe,
@@ -75,6 +85,11 @@ pub enum Architecture {
     /// `ExaoneMoeForCausalLM` (K-EXAONE): experts as GLM's, with norms on each head's query and key. Where layers have windows, the others do not turn queries
     /// and keys.
     ExaoneMoe,
+    /// `Dots1ForCausalLM` (dots.llm1): the same in all layers but the first ones, with norms on each head's query and key.
+    Dots1,
+    /// `AfmoeForCausalLM` (Arcee's Trinity): experts as GLM's, norms before and after attention and MLP and on each head's query and key, and what attention
+    /// makes goes through a gate. Most layers have a window; the others do not turn queries and keys.
+    Afmoe,
     /// `MiniMaxM2ForCausalLM`: mixtures of experts, chosen by corrected sigmoids, and norms on all queries and all keys of a row.
     MiniMaxM2,
     /// `GptOssForCausalLM`: mixtures of experts with biases, whose gates and ups are limited; each head has a sink, which takes part in what it attends to, and
@@ -114,6 +129,18 @@ pub enum QkNorm {
     Rows,
 }
 
+/// The gate that what attention makes goes through, whose sigmoid it is multiplied with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum AttentionGate {
+    /// Its elements stand behind those of each query, made by the same matrix.
+    BesideQueries,
+    /// A matrix of its own makes it.
+    Elements,
+    /// Likewise, one for all elements of a head.
+    Heads,
+}
+
 /// Whether linear layers have biases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Biases {
@@ -139,9 +166,16 @@ pub(super) enum Sliding {
     AllIfUsed,
     /// All, or those that `layer_types` names.
     Named,
+    /// Those that `layer_types` names.
+    NamedAlone,
     /// Those that `layer_types` names; else all but every so many.
     Most {
         /// How many, where the file does not say.
+        pattern: usize,
+    },
+    /// The same, of which that is the first.
+    MostBehind {
+        /// How many.
         pattern: usize,
     },
     /// Every second one from the first on, of those before `max_window_layers`, or those that `layer_types` names, if `use_sliding_window`.
@@ -195,6 +229,8 @@ pub(super) enum Sparse {
     All,
     /// Every `decoder_sparse_step`th but for `mlp_only_layers`, or none, if there are no experts.
     Stepped,
+    /// Those that `key` names; all where it is missing.
+    Named { key: &'static str },
     /// All but the first so many.
     Later {
         /// What says how many.
@@ -257,8 +293,9 @@ pub(super) struct Traits {
     pub(super) recurs: Option<Recurs>,
     /// Each query head has a sink.
     pub(super) has_sinks: bool,
-    /// What attention makes is multiplied with the sigmoid of what the queries' matrix makes beside them.
-    pub(super) gates_attention: bool,
+    pub(super) gate: Option<AttentionGate>,
+    /// What says, if it is false, that there is none.
+    pub(super) gate_key: Option<&'static str>,
     pub(super) attention_bias: Biases,
     /// The attention's output; `None`: it has a bias where q, k and v have.
     pub(super) output_bias: Option<Biases>,
@@ -271,6 +308,8 @@ pub(super) struct Traits {
     pub(super) ropes_by_type: bool,
     /// Elements of a head are turned with their neighbours; else those of one half with those of the other.
     pub(super) turns_neighbours: bool,
+    /// What says the base of each layer, 0: that it does not turn.
+    pub(super) thetas_key: Option<&'static str>,
     /// What the base of the RoPE is called beside all other keys.
     pub(super) theta_key: &'static str,
     /// The same of layers with a window, and that base; `None`: as in the others.
@@ -314,7 +353,8 @@ const USUAL: Traits = Traits {
     limits_experts: false,
     recurs: None,
     has_sinks: false,
-    gates_attention: false,
+    gate: None,
+    gate_key: None,
     attention_bias: if_said("attention_bias"),
     output_bias: None,
     mlp_bias: Biases::Never,
@@ -323,6 +363,7 @@ const USUAL: Traits = Traits {
     window: Some(4096),
     ropes_by_type: false,
     turns_neighbours: false,
+    thetas_key: None,
     theta_key: "rope_theta",
     sliding_theta: None,
     original_context: None,
@@ -344,7 +385,7 @@ const QWEN_3_5: Traits = Traits {
     norms_less_one: true,
     qk_norm: QkNorm::Heads,
     recurs: Some(Recurs::DeltaRule),
-    gates_attention: true,
+    gate: Some(AttentionGate::BesideQueries),
     turned_part: Some(0.25),
     n_kv_heads: Some(4),
     head_dim: Some(256),
@@ -360,6 +401,14 @@ const MISTRAL: Traits = Traits {
 };
 
 const GRANITE: Traits = Traits { multiplies: true, max_position_embeddings: 2048, ..USUAL };
+
+const GRANITE_SWA: Traits = Traits {
+    has_sinks: true,
+    sliding: Sliding::MostBehind { pattern: 4 },
+    window: Some(128),
+    thetas_key: Some("layer_rope_theta"),
+    ..GRANITE
+};
 
 const OLMO: Traits =
     Traits { norms: Norms::After, qk_norm: QkNorm::Rows, max_position_embeddings: 2048, rms_norm_eps: 1e-5, ..USUAL };
@@ -455,9 +504,10 @@ const ENCODER: Traits = Traits { is_encoder: true, activation: Activation::Gelu,
 
 impl Architecture {
     /// Every architecture.
-    pub const ALL: [Architecture; 36] = [
+    pub const ALL: [Architecture; 42] = [
         Architecture::Qwen3,
         Architecture::Qwen3Moe,
+        Architecture::Mellum,
         Architecture::Qwen2,
         Architecture::Qwen2Moe,
         Architecture::Llama,
@@ -470,6 +520,8 @@ impl Architecture {
         Architecture::GraniteMoe,
         Architecture::GraniteMoeShared,
         Architecture::GraniteMoeHybrid,
+        Architecture::GraniteSwa,
+        Architecture::GraniteMoeSwa,
         Architecture::SeedOss,
         Architecture::Phi3,
         Architecture::Olmo2,
@@ -483,9 +535,12 @@ impl Architecture {
         Architecture::Ernie45,
         Architecture::Lfm2,
         Architecture::Lfm2Moe,
+        Architecture::Lfm3,
         Architecture::Glm4Moe,
         Architecture::SolarOpen,
         Architecture::ExaoneMoe,
+        Architecture::Dots1,
+        Architecture::Afmoe,
         Architecture::MiniMaxM2,
         Architecture::GptOss,
         Architecture::Exaone4,
@@ -519,6 +574,27 @@ impl Architecture {
                 sliding: Sliding::AllIfUsed,
                 n_kv_heads: Some(4),
                 ..QWEN
+            },
+            Architecture::Mellum => Traits {
+                class_name: "MellumForCausalLM",
+                model_type: "mellum",
+                qk_norm: QkNorm::Heads,
+                mixture: Some(Mixture {
+                    n: 64,
+                    chosen: 8,
+                    intermediate_size: Some(896),
+                    normalises: Normalises::Unless,
+                    sparse: Sparse::Named { key: "mlp_layer_types" },
+                    ..EXPERTS
+                }),
+                sliding: Sliding::NamedAlone,
+                window: Some(1024),
+                ropes_by_type: true,
+                n_kv_heads: Some(4),
+                head_dim: Some(128),
+                max_position_embeddings: 131_072,
+                rope_theta: 5e5,
+                ..USUAL
             },
             Architecture::Qwen2 => Traits {
                 class_name: "Qwen2ForCausalLM",
@@ -630,6 +706,21 @@ impl Architecture {
                     ..EXPERTS
                 }),
                 ..GRANITE
+            },
+            Architecture::GraniteSwa => Traits {
+                class_name: "GraniteSWAForCausalLM",
+                model_type: "granite_swa",
+                mlp_bias: if_said("mlp_bias"),
+                max_position_embeddings: 8192,
+                rms_norm_eps: 1e-5,
+                tie_word_embeddings: true,
+                ..GRANITE_SWA
+            },
+            Architecture::GraniteMoeSwa => Traits {
+                class_name: "GraniteMoeSWAForCausalLM",
+                model_type: "granitemoe_swa",
+                mixture: Some(Mixture { shared: Some(GRANITE_SHARED), ..EXPERTS }),
+                ..GRANITE_SWA
             },
             Architecture::SeedOss => Traits {
                 class_name: "SeedOssForCausalLM",
@@ -752,6 +843,19 @@ impl Architecture {
                 }),
                 ..LFM
             },
+            Architecture::Lfm3 => Traits {
+                class_name: "Lfm3ForCausalLM",
+                model_type: "lfm3",
+                norms: Norms::Around,
+                gate: Some(AttentionGate::Heads),
+                gate_key: Some("use_attention_gate"),
+                sliding: Sliding::NamedAlone,
+                window: Some(256),
+                ropes_by_type: true,
+                n_kv_heads: Some(4),
+                head_dim: Some(128),
+                ..LFM
+            },
             Architecture::Glm4Moe => Traits {
                 class_name: "Glm4MoeForCausalLM",
                 model_type: "glm4_moe",
@@ -787,6 +891,45 @@ impl Architecture {
                     ..GLM_EXPERTS
                 }),
                 ..EXAONE
+            },
+            Architecture::Dots1 => Traits {
+                class_name: "Dots1ForCausalLM",
+                model_type: "dots1",
+                qk_norm: QkNorm::Heads,
+                mixture: Some(Mixture {
+                    normalises: Normalises::If,
+                    sparse: Sparse::Later { key: "first_k_dense_replace", dense: 0, types_key: None },
+                    shared: Some(Shared { otherwise: 0, ..GLM_SHARED }),
+                    ..GLM_EXPERTS
+                }),
+                sliding: Sliding::NamedAlone,
+                n_kv_heads: Some(32),
+                max_position_embeddings: 2048,
+                ..USUAL
+            },
+            Architecture::Afmoe => Traits {
+                class_name: "AfmoeForCausalLM",
+                model_type: "afmoe",
+                norms: Norms::Around,
+                qk_norm: QkNorm::Heads,
+                gate: Some(AttentionGate::Elements),
+                mixture: Some(Mixture {
+                    keys: &["num_experts", "num_local_experts"],
+                    n: 64,
+                    chosen: 6,
+                    normalises: Normalises::Always,
+                    sparse: Sparse::Later { key: "num_dense_layers", dense: 1, types_key: None },
+                    sigmoids: Some(Sigmoids { factor_key: Some("route_scale"), ..SIGMOIDS }),
+                    shared: Some(Shared { key: "num_shared_experts", otherwise: 2, ..GLM_SHARED }),
+                    ..GLM_EXPERTS
+                }),
+                sliding: Sliding::Most { pattern: 4 },
+                window: Some(1024),
+                is_still_without_window: true,
+                head_dim: Some(128),
+                max_position_embeddings: 16_384,
+                rms_norm_eps: 1e-5,
+                ..USUAL
             },
             Architecture::MiniMaxM2 => Traits {
                 class_name: "MiniMaxM2ForCausalLM",

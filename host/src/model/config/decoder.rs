@@ -5,7 +5,7 @@ use std::ops::RangeInclusive;
 use perpetua_device::kernels::{causal_conv, recurrence, routing};
 use perpetua_shared::dtype::Q4_BLOCK;
 
-use super::architecture::{Biases, Mixture, Normalises, Recurs, Shared, Sliding, Sparse};
+use super::architecture::{AttentionGate, Biases, Mixture, Normalises, Recurs, Shared, Sliding, Sparse};
 use super::rope::{self, Rope, RopeScaling};
 use super::{
     Activation, Architecture, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS, MAX_POSITIONS,
@@ -69,8 +69,8 @@ pub struct DecoderConfig {
     pub experts: Option<Experts>,
     /// Layers that pass a state from row to row instead of attending, where there are some.
     pub recurrent: Option<Recurrent>,
-    /// Whether what attention makes is multiplied with the sigmoid of a gate, which the queries' matrix makes: a head's after its query.
-    pub gates_attention: bool,
+    /// The gate that what attention makes goes through, where there is one.
+    pub gate: Option<AttentionGate>,
     /// Whether each query head has a sink: a score beside those of the positions it attends to, whose value is zero.
     pub has_sinks: bool,
 }
@@ -224,6 +224,9 @@ pub(super) fn decoder(
     if fields.get("clip_qkv").is_some() && architecture == Architecture::Olmoe {
         return Err(fields.unsupported("clip_qkv", "null"));
     }
+    if architecture == Architecture::Lfm3 && fields.flag("use_sandwich_norm")? == Some(false) {
+        return Err(fields.unsupported("use_sandwich_norm", "true"));
+    }
     // Gemma's files leave out what its configuration class has by default.
     let size = |key, range, of_gemma| match is_gemma {
         true => Ok(fields.whole(key, range)?.unwrap_or(of_gemma)),
@@ -283,6 +286,10 @@ pub(super) fn decoder(
         (true, true) => ropes.sliding.clone(),
         (false, true) => ropes.full.clone(),
     };
+    let mut ropes_of_layers: Vec<Rope> = layers.iter().map(rope_of).collect();
+    if let Some(key) = traits.thetas_key {
+        bases_of_layers(fields, key, &mut ropes_of_layers)?;
+    }
     let experts = experts(fields, architecture, n_layers)?;
     let alone = traits.mixture.and_then(|mixture| mixture.shared).filter(|of| of.stands_alone && experts.is_none());
     // Where all layers have experts, and these a size of their own, the other one may be missing.
@@ -323,9 +330,10 @@ pub(super) fn decoder(
     let windows = windows(fields, architecture, &layers, of_window, max_position_embeddings)?;
     let act_key = if is_gemma { "hidden_activation" } else { "hidden_act" };
     // Its older files' name comes before today's.
-    let is_lfm = matches!(architecture, Architecture::Lfm2 | Architecture::Lfm2Moe);
+    let is_lfm = matches!(architecture, Architecture::Lfm2 | Architecture::Lfm2Moe | Architecture::Lfm3);
     let tied_before = if is_lfm { fields.flag("tie_embedding")? } else { None };
     let has_qk_norm = traits.qk_norm_key.map_or(Ok(true), |key| Ok(fields.flag(key)?.unwrap_or(false)));
+    let has_gate = traits.gate_key.map_or(Ok(true), |key| Ok::<bool, ModelError>(fields.flag(key)?.unwrap_or(true)));
     let is_tied = match is_tied.or(tied_before) {
         Some(is_tied) => is_tied,
         None => fields.flag("tie_word_embeddings")?.unwrap_or(traits.tie_word_embeddings),
@@ -340,7 +348,7 @@ pub(super) fn decoder(
         n_kv_heads,
         head_dim,
         rms_norm_eps: rms_norm_eps / (added * added),
-        ropes: layers.iter().map(rope_of).collect(),
+        ropes: ropes_of_layers,
         rotary_dim: ropes.dim,
         attention_scale: match traits.multiplies {
             true => multiplier("attention_multiplier")?,
@@ -349,6 +357,7 @@ pub(super) fn decoder(
         },
         embedding_scale: match architecture {
             Architecture::Gemma3 => (hidden_size as f64).sqrt(),
+            Architecture::Afmoe if fields.flag("mup_enabled")?.unwrap_or(false) => (hidden_size as f64).sqrt(),
             _ => multiplier("embedding_multiplier")? / added,
         },
         logits_divisor: multiplier("logits_scaling")?,
@@ -363,9 +372,25 @@ pub(super) fn decoder(
         hidden_act: activation(fields, act_key, traits.activation)?,
         experts,
         recurrent,
-        gates_attention: traits.gates_attention,
+        gate: if has_gate? { traits.gate } else { None },
         has_sinks: traits.has_sinks,
     })
+}
+
+/// Gives each layer's RoPE the base that `key` says, if it does; 0: it turns nothing.
+fn bases_of_layers(fields: &Fields<'_>, key: &str, ropes: &mut [Rope]) -> Result<(), ModelError> {
+    let Some(bases) = fields.reals(key, 0.0..=rope::MAX_THETA)? else { return Ok(()) };
+    if bases.len() != ropes.len() {
+        return Err(not_one_a_layer(fields, key, bases.len(), ropes.len()));
+    }
+    for (rope, base) in ropes.iter_mut().zip(bases) {
+        match base {
+            0.0 => *rope = Rope::NONE,
+            1.0.. => rope.theta = base,
+            _ => return Err(fields.wrong(key, "0, or numbers from 1 on")),
+        }
+    }
+    Ok(())
 }
 
 /// Elements between the linear layers of LFM2's MLPs: two thirds of what the file says, times a number, up to a multiple of another, unless it says that
@@ -404,10 +429,18 @@ fn recurrent(
     };
     let before = recurs == Recurs::StateSpace && fields.get("layer_types").is_none();
     let key = if before { "layers_block_type" } else { "layer_types" };
-    let known = [names, &["full_attention", "attention"]].concat();
-    let supported = format!("{}, full_attention", names[0]);
+    // Of those that attend some may have a window.
+    let attending: &[_] = match architecture.traits().sliding {
+        Sliding::Never => &["full_attention", "attention"],
+        _ => &["full_attention", SLIDING],
+    };
+    let known = [names, attending].concat();
+    let supported = [&names[..1], &attending[..if attending[1] == SLIDING { 2 } else { 1 }]].concat().join(", ");
     let layers: Vec<bool> = match (kinds(fields, key, n_layers, &known, &supported)?, recurs) {
         (Some(kinds), _) => kinds.iter().map(|kind| names.contains(kind)).collect(),
+        (None, Recurs::Convolution) if architecture == Architecture::Lfm3 => {
+            return Err(fields.wrong(key, "a list of strings"));
+        }
         (None, Recurs::StateSpace) => vec![true; n_layers],
         (None, Recurs::DeltaRule) => {
             let interval = fields.whole("full_attention_interval", 1..=MAX_LAYERS)?.unwrap_or(4);
@@ -425,7 +458,11 @@ fn recurrent(
     let mixer = match recurs {
         Recurs::StateSpace => state_space(fields, norm_eps)?,
         Recurs::Convolution => {
-            Mixer::Convolution { taps: taps("conv_L_cache", 3)?, has_bias: fields.flag("conv_bias")?.unwrap_or(false) }
+            let usual = if architecture == Architecture::Lfm3 { 7 } else { 3 };
+            Mixer::Convolution {
+                taps: taps("conv_L_cache", usual)?,
+                has_bias: fields.flag("conv_bias")?.unwrap_or(false),
+            }
         }
         Recurs::DeltaRule => {
             const VALUE_HEADS: &str = "linear_num_value_heads";
@@ -546,10 +583,12 @@ fn kinds<'f>(
     Ok(Some(kinds))
 }
 
+/// What `layer_types` calls a layer with a window.
+const SLIDING: &str = "sliding_attention";
+
 /// Which layers have a window, where `layer_types` says it.
 pub(super) fn typed_layers(fields: &Fields<'_>, n_layers: usize) -> Result<Option<Vec<bool>>, ModelError> {
     const KEY: &str = "layer_types";
-    const SLIDING: &str = "sliding_attention";
     if fields.texts(KEY)?.is_none_or(|types| types.is_empty()) {
         return Ok(None);
     }
@@ -561,11 +600,14 @@ pub(super) fn typed_layers(fields: &Fields<'_>, n_layers: usize) -> Result<Optio
 /// Which layers have a window, if the network has one; `turns` as [`turning_layers`] has it.
 fn sliding_layers(fields: &Fields<'_>, architecture: Architecture, turns: &[bool]) -> Result<Vec<bool>, ModelError> {
     let n_layers = turns.len();
-    // Of those that do not all attend, others ask.
-    if architecture.traits().recurs.is_some() {
+    // Of those that do not all attend, others ask for the other kinds.
+    if let (Some(_), Sliding::Never) = (architecture.traits().recurs, architecture.traits().sliding) {
         return Ok(vec![false; n_layers]);
     }
-    let typed = typed_layers(fields, n_layers)?;
+    let typed = match architecture.traits().recurs {
+        None => typed_layers(fields, n_layers)?,
+        Some(_) => fields.texts("layer_types")?.map(|types| types.into_iter().map(|kind| kind == SLIDING).collect()),
+    };
     let named = |others: &dyn Fn(usize) -> bool| match &typed {
         Some(typed) => typed.clone(),
         None => (0..n_layers).map(others).collect(),
@@ -574,6 +616,8 @@ fn sliding_layers(fields: &Fields<'_>, architecture: Architecture, turns: &[bool
         Sliding::Never => vec![false; n_layers],
         Sliding::All | Sliding::AllIfUsed => vec![true; n_layers],
         Sliding::Named => named(&|_| true),
+        Sliding::NamedAlone => named(&|_| false),
+        Sliding::MostBehind { pattern } => named(&|layer| !layer.is_multiple_of(pattern)),
         Sliding::Later => {
             let first = fields.whole("max_window_layers", 0..=MAX_LAYERS)?.unwrap_or(28);
             named(&|layer| layer >= first)
@@ -612,7 +656,7 @@ fn windows(
     let window = window(fields, architecture)?;
     let is_active = match architecture.traits().sliding {
         Sliding::Never => false,
-        Sliding::All | Sliding::Named | Sliding::Most { .. } => true,
+        Sliding::All | Sliding::Named | Sliding::NamedAlone | Sliding::Most { .. } | Sliding::MostBehind { .. } => true,
         // What the types of its layers say counts, whether windows are used or not.
         Sliding::Still if fields.get("layer_types").is_some() => {
             if window.is_none() && layers.iter().any(|layer| layer.slides) {
@@ -640,6 +684,10 @@ fn shared_size(
 
 /// Per layer, whether it has experts, of which there are `n`.
 fn sparse_layers(fields: &Fields<'_>, sparse: Sparse, n_layers: usize, n: usize) -> Result<Vec<bool>, ModelError> {
+    let named = |key: &'static str| {
+        let kinds = kinds(fields, key, n_layers, &["sparse", "dense"], "sparse, dense")?;
+        Ok(kinds.map(|kinds| kinds.into_iter().map(|kind| kind == "sparse").collect()))
+    };
     match sparse {
         Sparse::All => Ok(vec![true; n_layers]),
         Sparse::Stepped => {
@@ -647,11 +695,10 @@ fn sparse_layers(fields: &Fields<'_>, sparse: Sparse, n_layers: usize, n: usize)
             let dense = fields.wholes("mlp_only_layers", 0..=MAX_LAYERS)?.unwrap_or_default();
             Ok((0..n_layers).map(|layer| n > 0 && (layer + 1) % step == 0 && !dense.contains(&layer)).collect())
         }
+        Sparse::Named { key } => Ok(named(key)?.unwrap_or(vec![true; n_layers])),
         Sparse::Later { key, dense, types_key } => {
-            let kinds = types_key
-                .map_or(Ok(None), |key| kinds(fields, key, n_layers, &["sparse", "dense"], "sparse, dense"))?;
-            if let Some(kinds) = kinds {
-                return Ok(kinds.into_iter().map(|kind| kind == "sparse").collect());
+            if let Some(named) = types_key.map_or(Ok(None), named)? {
+                return Ok(named);
             }
             let dense = fields.whole(key, 0..=MAX_LAYERS)?.unwrap_or(dense);
             Ok((0..n_layers).map(|layer| layer >= dense).collect())

@@ -23,7 +23,7 @@ use serde_json::Value;
 use super::error::ModelError;
 use super::json::{Fields, read_value};
 pub(crate) use architecture::Norms;
-pub use architecture::{Architecture, QkNorm};
+pub use architecture::{Architecture, AttentionGate, QkNorm};
 pub use decoder::{
     DecoderConfig, DeltaRule, Experts, LimitedGate, Mixer, Recurrent, SharedExpert, Sigmoids, StateSpace,
 };

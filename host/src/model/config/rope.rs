@@ -28,6 +28,13 @@ pub enum RopeScaling {
         /// At least 1.
         factor: f64,
     },
+    /// Of a head's pairs the first `part` alone are turned, by the frequencies that they would have if all were; all divided by `factor`.
+    Proportional {
+        /// From 0 to 1.
+        part: f64,
+        /// At least 1.
+        factor: f64,
+    },
     /// Low frequencies divided by `factor`, high ones kept, a smooth passage between them: Llama 3.1 and later.
     Llama3 {
         /// At least 1.
@@ -95,6 +102,11 @@ impl Rope {
         match self.scaling {
             RopeScaling::Default => frequencies.collect(),
             RopeScaling::Still => vec![0.0; dim / 2],
+            RopeScaling::Proportional { part, factor } => {
+                let turned = (part * dim as f64 / 2.0) as usize;
+                let part = frequencies.take(turned).map(|f| f / factor as f32);
+                part.chain(std::iter::repeat(0.0)).take(dim / 2).collect()
+            }
             RopeScaling::Linear { factor } => frequencies.map(|f| f / factor as f32).collect(),
             RopeScaling::Llama3 {
                 factor,
@@ -147,6 +159,9 @@ impl Rope {
         }
     }
 }
+
+/// The largest base there may be.
+pub(super) const MAX_THETA: f64 = 1e15;
 
 const ORIGINAL: &str = "original_max_position_embeddings";
 
@@ -265,6 +280,10 @@ fn ropes_by_type(
         // transformers does not heed them.
         return Err(fields.wrong("rope_parameters", "keys of full_attention and of sliding_attention"));
     }
+    // What their classes have by default is not what others have.
+    if new.is_none() && matches!(architecture, Architecture::Mellum | Architecture::Lfm3) {
+        return Err(fields.wrong("rope_parameters", "an object"));
+    }
     let of_type = |name| new.as_ref().map_or(Ok(None), |new| new.object(name));
     let shape = Shape { architecture, original: None, max_position_embeddings, dim: head_dim };
     let of = |given, theta| rope(fields, given, theta, shape);
@@ -305,8 +324,8 @@ fn rope(
     (theta_key, default_theta): (&str, f64),
     shape: Shape,
 ) -> Result<Rope, ModelError> {
-    const KINDS: &str = "default, linear, llama3, yarn, longrope";
-    const THETA: std::ops::RangeInclusive<f64> = 1.0..=1e15;
+    const KINDS: &str = "default, linear, llama3, yarn, longrope, proportional";
+    const THETA: std::ops::RangeInclusive<f64> = 1.0..=MAX_THETA;
     let Shape { architecture, max_position_embeddings, dim, .. } = shape;
     let traits = architecture.traits();
     let (mut theta, mut scaling) = (None, RopeScaling::Default);
@@ -319,6 +338,10 @@ fn rope(
             "default" => RopeScaling::Default,
             // Positions in a picture have three numbers, which are one in text.
             "mrope" if given.get("mrope_section").is_some() => RopeScaling::Default,
+            "proportional" if traits.turned_part.is_none() => RopeScaling::Proportional {
+                part: given.real("partial_rotary_factor", 0.0..=1.0)?.unwrap_or(1.0),
+                factor: given.real("factor", 1.0..=1e6)?.unwrap_or(1.0),
+            },
             "linear" => RopeScaling::Linear { factor: given.required_real("factor", 1.0..=1e6)? },
             "llama3" => {
                 let low_freq_factor = given.required_real("low_freq_factor", 1e-6..=1e6)?;
@@ -345,7 +368,8 @@ fn rope(
             partial = given;
         }
     }
-    if traits.turned_part.is_none() && partial.get("partial_rotary_factor").is_some_and(|v| v.as_f64() != Some(1.0)) {
+    let is_heeded = traits.turned_part.is_some() || matches!(scaling, RopeScaling::Proportional { .. });
+    if !is_heeded && partial.get("partial_rotary_factor").is_some_and(|v| v.as_f64() != Some(1.0)) {
         return Err(partial.unsupported("partial_rotary_factor", "1 (the whole head is turned)"));
     }
     let theta = match theta {

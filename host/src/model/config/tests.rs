@@ -33,6 +33,11 @@ pub(super) fn with(base: Value, change: &Value) -> Value {
     Value::Object(base)
 }
 
+/// Those of experts that are chosen by corrected sigmoids.
+fn corrected(factor: f64, added: f64) -> Option<Sigmoids> {
+    Some(Sigmoids { are_corrected: true, factor, added })
+}
+
 /// As most are, in no layers.
 fn experts_of([n, chosen, intermediate_size]: [usize; 3], normalise: bool) -> Experts {
     let (layers, shared, limited) = (Vec::new(), None, None);
@@ -116,19 +121,17 @@ fn mixtures_of_experts() {
     }
     let message = parse(&with(llama(), &json!({ "num_local_experts": 8 }))).expect_err("experts");
     assert!(message.contains("num_local_experts: 8 is not supported; supported: "), "{message}");
+    let with_experts = Architecture::ALL.into_iter().filter(|of| of.has_experts()).map(Architecture::class_name);
+    let with_experts: Vec<_> = with_experts.collect();
+    assert!(with_experts.contains(&"MixtralForCausalLM") && !with_experts.contains(&"LlamaForCausalLM"));
     assert!(
-        message.ends_with(
-            "Qwen3MoeForCausalLM, Qwen2MoeForCausalLM, MixtralForCausalLM, GraniteMoeForCausalLM, GraniteMoeSharedForCausalLM, \
-             GraniteMoeHybridForCausalLM, OlmoeForCausalLM, Qwen3_5MoeForCausalLM, Qwen3NextForCausalLM, Lfm2MoeForCausalLM, Glm4MoeForCausalLM, SolarOpenForCausalLM, \
-             ExaoneMoeForCausalLM, MiniMaxM2ForCausalLM, GptOssForCausalLM alone"
-        ),
+        message.ends_with(&format!("supported: mixtures of experts of {} alone", with_experts.join(", "))),
         "{message}"
     );
 }
 
 #[test]
 fn experts_chosen_by_corrected_sigmoids() {
-    let corrected = |factor, added| Some(Sigmoids { are_corrected: true, factor, added });
     // As GLM 4.5 Air's published file has them, but for the layers.
     let glm = json!({
         "architectures": ["Glm4MoeForCausalLM"], "attention_bias": true, "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu",
@@ -264,7 +267,10 @@ fn neighbours_are_turned() {
     let shared = Some(SharedExpert { intermediate_size: 512, is_weighed: true });
     let experts = Experts { layers: vec![false, true], shared, ..experts_of([16, 4, 512], true) };
     assert_eq!((next.experts, next.intermediate_size, next.rotary_dim), (Some(experts), 640, 128));
-    assert!(next.gates_attention && matches!(next.recurrent, Some(Recurrent { mixer: Mixer::DeltaRule(_), .. })));
+    assert!(
+        next.gate == Some(AttentionGate::BesideQueries)
+            && matches!(next.recurrent, Some(Recurrent { mixer: Mixer::DeltaRule(_), .. }))
+    );
     let plain = of("qwen3_next", json!({ "norm_topk_prob": false }));
     assert!(plain.experts.is_some_and(|experts| !experts.normalise));
 }
@@ -572,18 +578,12 @@ fn what_is_not_done_is_refused_by_name() {
     assert_eq!(
         refused(json!({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}})),
         "config.json: rope_scaling.rope_type: \"dynamic\" is not supported; supported: default, linear, llama3, yarn, \
-         longrope"
+         longrope, proportional"
     );
-    assert_eq!(
-        refused(json!({"architectures": ["DeepseekV3ForCausalLM"]})),
-        "config.json: architectures: DeepseekV3ForCausalLM is not supported; supported: Qwen3ForCausalLM, \
-         Qwen3MoeForCausalLM, Qwen2ForCausalLM, Qwen2MoeForCausalLM, LlamaForCausalLM, MistralForCausalLM, \
-         Ministral3ForCausalLM, MixtralForCausalLM, Gemma3ForCausalLM, SmolLM3ForCausalLM, GraniteForCausalLM, \
-         GraniteMoeForCausalLM, GraniteMoeSharedForCausalLM, GraniteMoeHybridForCausalLM, SeedOssForCausalLM, \
-         Phi3ForCausalLM, Olmo2ForCausalLM, Olmo3ForCausalLM, OlmoeForCausalLM, Qwen3_5ForCausalLM, \
-         Qwen3_5MoeForCausalLM, Qwen3NextForCausalLM, GlmForCausalLM, Glm4ForCausalLM, Ernie4_5ForCausalLM, Lfm2ForCausalLM, Lfm2MoeForCausalLM, Glm4MoeForCausalLM, SolarOpenForCausalLM, ExaoneMoeForCausalLM, \
-         MiniMaxM2ForCausalLM, GptOssForCausalLM, Exaone4ForCausalLM, BertModel, RobertaModel, ModernBertModel"
-    );
+    let message = refused(json!({"architectures": ["DeepseekV3ForCausalLM"]}));
+    let expected = "config.json: architectures: DeepseekV3ForCausalLM is not supported; supported: Qwen3ForCausalLM, ";
+    assert!(message.starts_with(expected), "{message}");
+    assert!(message.ends_with(&Architecture::ALL.map(Architecture::class_name).join(", ")), "{message}");
     for (change, word) in [
         (json!({"hidden_act": "gelu"}), "hidden_act: \"gelu\""),
         (json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor: 0.5"),
@@ -714,7 +714,7 @@ fn some_layers_pass_states_on() {
     let layers = vec![true, true, true, false];
     assert_eq!(config.recurrent, Some(Recurrent { mixer, layers: layers.clone() }));
     assert_eq!((config.mixer_of(2), config.mixer_of(3)), (Some(mixer), None));
-    assert!(config.gates_attention && config.architecture.has_norms_less_one());
+    assert!(config.gate == Some(AttentionGate::BesideQueries) && config.architecture.has_norms_less_one());
     assert_eq!((config.rotary_dim, config.head_dim), (8, 32));
     // As its class has it, where the file does not say it.
     let keys = ["conv_kernel_dim", "key_head_dim", "num_key_heads", "num_value_heads", "value_head_dim"];
@@ -923,6 +923,84 @@ fn decoders_that_see_what_comes_after() {
         let config = decoder_of(&with(tiny.clone(), &change));
         assert_eq!((config.is_bidirectional, config.windows[0]), expected, "{change}");
         assert_eq!(config.windows[5], None);
+    }
+}
+
+/// What is made of parts that others have.
+#[test]
+fn compositions() {
+    let of = |name: &str, change: Value| {
+        decoder_of(&with(with(llama(), &json!({ "architectures": null, "model_type": name })), &change))
+    };
+    let said = |name: &str, change: Value| {
+        parse(&with(with(llama(), &json!({ "architectures": null, "model_type": name })), &change))
+            .expect_err("refused")
+    };
+    let plain = |theta| Rope { theta, scaling: RopeScaling::Default };
+    // Granite Swash: sinks, and windows in all layers but the first of four; each has a base, or turns nothing.
+    let swash = of("granite_swa", json!({ "num_hidden_layers": 5, "layer_rope_theta": [1e4, 0, 77.0, 1e4, 0.0] }));
+    assert_eq!(swash.windows, [None, Some(128), Some(128), Some(128), None]);
+    assert_eq!(swash.ropes, [plain(1e4), Rope::NONE, plain(77.0), plain(1e4), Rope::NONE]);
+    assert!(swash.has_sinks && swash.experts.is_none());
+    let typed =
+        json!({ "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7, "rope_theta": 9.0 });
+    let swash = of("granitemoe_swa", typed);
+    assert_eq!((swash.windows, swash.ropes), (vec![Some(7), None], vec![plain(9.0); 2]));
+    assert_eq!(swash.experts.map(|of| of.layers), Some(vec![true; 2]));
+    for bases in [json!([1e4]), json!([0.5, 1e4])] {
+        assert!(said("granite_swa", json!({ "layer_rope_theta": bases })).contains("layer_rope_theta"));
+    }
+    // Mellum: kinds of layers by name, of attention and of MLPs; each kind of attention turns by a base of its own.
+    let ropes = json!({ "full_attention": { "rope_theta": 5e5 }, "sliding_attention": { "rope_theta": 1e4 } });
+    let change = json!({
+        "layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["sparse", "dense"], "num_experts": 16,
+        "rope_parameters": ropes, "sliding_window": 9,
+    });
+    let mellum = of("mellum", change);
+    assert_eq!((mellum.windows, mellum.ropes), (vec![Some(9), None], vec![plain(1e4), plain(5e5)]));
+    let experts = Experts { layers: vec![true, false], ..experts_of([16, 8, 896], true) };
+    assert_eq!((mellum.experts, mellum.head_dim, mellum.qk_norm), (Some(experts), 128, QkNorm::Heads));
+    assert_eq!(of("mellum", json!({ "rope_parameters": ropes })).windows, [None, None]);
+    assert!(said("mellum", json!({})).contains("rope_parameters: missing"));
+    // dots.llm1: experts as GLM's, but in all layers, not normalised, and without others beside them.
+    let dots = of("dots1", json!({ "num_key_value_heads": 8, "n_routed_experts": 16, "num_experts_per_tok": 4 }));
+    let sigmoids = corrected(1.0, 1e-20);
+    let experts = Experts { layers: vec![true; 2], sigmoids, ..experts_of([16, 4, 1408], false) };
+    assert_eq!((dots.experts, dots.qk_norm, dots.windows), (Some(experts), QkNorm::Heads, vec![None, None]));
+    // Trinity: a gate of its own matrix; where layers have no window, they do not turn.
+    let trinity =
+        json!({ "mup_enabled": true, "layer_types": ["sliding_attention", "full_attention"], "route_scale": 2.5 });
+    let trinity = of("afmoe", trinity);
+    assert_eq!((trinity.gate, trinity.embedding_scale), (Some(AttentionGate::Elements), 16.0));
+    assert_eq!((trinity.ropes, trinity.windows), (vec![plain(1e4), Rope::NONE], vec![Some(1024), None]));
+    let experts = trinity.experts.expect("experts");
+    assert_eq!((experts.layers, experts.sigmoids), (vec![false, true], corrected(2.5, 1e-20)));
+    assert_eq!(experts.shared.map(|of| of.intermediate_size), Some(2 * 1408));
+    assert_eq!(of("afmoe", json!({})).embedding_scale, 1.0);
+    // LFM3: convolutions, windows, and heads of which the first pairs alone are turned.
+    let part = json!({ "rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25, "factor": 2.0 });
+    let change = json!({
+        "num_hidden_layers": 3, "layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 5, "head_dim": 16,
+        "rope_parameters": { "full_attention": part, "sliding_attention": { "rope_theta": 1e4 } },
+    });
+    let lfm = of("lfm3", change.clone());
+    assert_eq!((lfm.windows, lfm.gate), (vec![None, Some(5), None], Some(AttentionGate::Heads)));
+    assert_eq!((&lfm.ropes[1], lfm.rotary_dim), (&plain(1e4), 16));
+    let frequencies = lfm.ropes[2].inverse_frequencies(16, 4096);
+    let powers = [1.0f32, (1e6f64.powf(1.0 / 8.0) as f32).recip()].map(|f| f / 2.0);
+    assert_eq!(frequencies, [&powers[..], &[0.0; 6]].concat());
+    let recurrent = lfm.recurrent.expect("convolutions");
+    assert_eq!(
+        (recurrent.mixer, recurrent.layers),
+        (Mixer::Convolution { taps: 7, has_bias: false }, vec![true, false, false])
+    );
+    assert_eq!(of("lfm3", with(change.clone(), &json!({ "use_attention_gate": false }))).gate, None);
+    for (key, value) in [
+        ("use_sandwich_norm", json!(false)),
+        ("layer_types", Value::Null),
+        ("layer_types", json!(["mamba", "conv", "conv"])),
+    ] {
+        assert!(said("lfm3", with(change.clone(), &json!({ key: value }))).contains(key), "{key}");
     }
 }
 
