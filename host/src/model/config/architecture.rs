@@ -318,6 +318,8 @@ pub(super) struct Traits {
     pub(super) original_context: Option<usize>,
     /// A part of each head may be turned alone: this one, where the file does not say it.
     pub(super) turned_part: Option<f64>,
+    /// What says in older files how many elements of a head that is.
+    pub(super) turned_key: Option<&'static str>,
     /// What older files call LongRoPE.
     pub(super) longrope_names: &'static [&'static str],
     /// Where layers have windows, the others do not turn queries and keys.
@@ -368,6 +370,7 @@ const USUAL: Traits = Traits {
     sliding_theta: None,
     original_context: None,
     turned_part: None,
+    turned_key: None,
     longrope_names: &[],
     is_still_without_window: false,
     n_kv_heads: None,
@@ -943,6 +946,7 @@ impl Architecture {
                 }),
                 attention_bias: Biases::Never,
                 turned_part: Some(1.0),
+                turned_key: Some("rotary_dim"),
                 n_kv_heads: Some(8),
                 head_dim: Some(128),
                 max_position_embeddings: 196_608,

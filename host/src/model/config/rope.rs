@@ -207,7 +207,7 @@ pub(super) fn ropes(
     };
     let original = original.or(traits.original_context);
     let dim = match traits.turned_part {
-        Some(part) => turned(fields, given.as_ref(), architecture, head_dim, part)?,
+        Some(part) => turned(fields, given.as_ref(), traits.turned_key, head_dim, part)?,
         None => head_dim,
     };
     let shape = Shape { architecture, original, max_position_embeddings, dim };
@@ -238,19 +238,16 @@ fn original_of(given: &Fields<'_>, shape: Shape) -> Result<usize, ModelError> {
 }
 
 /// How many elements of a head are turned, of `head_dim`: a part of them may be said beside the embedding's keys, `given`, or beside all others; else
-/// it is `part`. MiniMax's older files say the number itself.
+/// it is `part`. Older files may say the number itself, as `old_key`.
 fn turned(
     fields: &Fields<'_>,
     given: Option<&Fields<'_>>,
-    architecture: Architecture,
+    old_key: Option<&str>,
     head_dim: usize,
     part: f64,
 ) -> Result<usize, ModelError> {
     const KEY: &str = "partial_rotary_factor";
-    let old = match architecture {
-        Architecture::MiniMaxM2 => fields.whole("rotary_dim", 2..=head_dim)?,
-        _ => None,
-    };
+    let old = old_key.map_or(Ok(None), |key| fields.whole(key, 2..=head_dim))?;
     let fields = given.filter(|given| given.get(KEY).is_some()).unwrap_or(fields);
     // Null is not as good as missing.
     let part = if fields.has(KEY) { 1.0 } else { old.map_or(part, |dim| dim as f64 / head_dim as f64) };

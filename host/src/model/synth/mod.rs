@@ -23,7 +23,7 @@ use half::bf16;
 use perpetua_shared::dtype::Q4_BLOCK;
 use serde_json::{Map, Value, json};
 
-use super::config::ModelConfig;
+use super::config::{ModelConfig, Stored};
 use super::error::ModelError;
 use super::json::read_value;
 use super::layout::{Role, TensorSpec, tensors_of_files};
@@ -86,6 +86,7 @@ pub fn synth(
         SynthSource::Config(path) => (path.to_owned(), read_value(path)?),
     };
     let config = ModelConfig::from_value(&config_path, &value)?;
+    let stored = Stored::of(&config_path, &value)?;
     if config.vocab_size() < N_OWN_TOKENS {
         return Err(ModelError::key(
             &config_path,
@@ -101,6 +102,11 @@ pub fn synth(
             if let ModelConfig::Decoder(config) = &config {
                 map.insert("tie_word_embeddings".into(), config.tie_word_embeddings.into());
             }
+        }
+        if let Stored::Fp8 { .. } = stored {
+            // What is written is in bf16.
+            map.shift_remove("compression_config");
+            map.shift_remove("quantization_config");
         }
         map.shift_remove("torch_dtype");
         map.insert("dtype".into(), "bfloat16".into());
@@ -735,13 +741,15 @@ mod tests {
         let mut config = preset_config("tiny-odd").expect("a preset");
         config["architectures"] = Value::Null;
         config["torch_dtype"] = "float32".into();
+        config["quantization_config"] = json!({ "quant_method": "fp8", "weight_block_size": [128, 128] });
         fs::write(&path, config.to_string()).expect("a file");
         let out = dir.path().join("m");
         let from = |path: &Path| synth(SynthSource::Config(path), &out, &SynthOptions::default(), &mut quiet);
         from(&path).expect("a model");
         let written = read_value(&out.join("config.json")).expect("JSON");
         assert_eq!((&written["dtype"], &written["architectures"][0]), (&json!("bfloat16"), &json!("Qwen3ForCausalLM")));
-        assert!(written.get("torch_dtype").is_none());
+        assert!(written.get("torch_dtype").is_none() && written.get("quantization_config").is_none());
+        assert!(!ModelFolder::open(&out).expect("a model").lacks_tensors());
 
         config["vocab_size"] = 100.into();
         fs::write(&path, config.to_string()).expect("a file");
