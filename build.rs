@@ -1,14 +1,14 @@
 //! Compiles the device crate to PTX and embeds it in the library.
 //!
-//! The shape is `cuda_builder`'s: a builder with a path, an architecture, a place to copy to, and `build()`. Underneath is
-//! rustc's own nvptx64 target, which needs no CUDA toolkit, only the source of `core`: see [`Toolchain::find`] for where
-//! that comes from. Where no such rustc is found the build warns, says what to do, and goes on without a GPU image; where
-//! one is found and the device crate does not compile, the build fails.
+//! The shape is `cuda_builder`'s: a builder with a path, an architecture, a place to copy to, and `build()`. Underneath
+//! is rustc's own nvptx64 target, which needs no CUDA toolkit, only the source of `core`: see [`Toolchain::find`] for
+//! where that comes from. Where no such rustc is found the build warns, says what to do, and goes on without a GPU
+//! image; where one is found and the device crate does not compile, the build fails.
 //!
-//! LLVM compiles one module on one core, and that is what takes the time, so the device crate is compiled once for each of its
-//! [modules](MODULES), side by side. Out come, in `OUT_DIR`, `device_image.rs` and `device_kernels.rs` (what
-//! `host/src/device_image.rs` includes), `worker.ptx`, `operator.ptx`, when ptxas is found a `.cubin` of either, and `kernels.ptx`, which
-//! only tests and readers want. Each is embedded deflated: PTX takes a sixth of its room so.
+//! LLVM compiles one module on one core, and that is what takes the time, so the device crate is compiled once for each
+//! of its [modules](MODULES), side by side. Out come, in `OUT_DIR`, `device_image.rs` and `device_kernels.rs` (what
+//! `host/src/device_image.rs` includes), `worker.ptx`, `operator.ptx`, when ptxas is found a `.cubin` of either, and
+//! `kernels.ptx`, which only tests and readers want. Each is embedded deflated: PTX takes a sixth of its room so.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -16,20 +16,21 @@ use std::{env, fs, io, thread};
 
 use miniz_oxide::deflate::compress_to_vec_zlib;
 
-/// The device crate's features that each make a module: the persistent kernel and the probes; one launch per operator; and each macro kernel and
-/// each generated body as an entry of its own.
+/// The device crate's features that each make a module: the persistent kernel and the probes; one launch per operator;
+/// and each macro kernel and each generated body as an entry of its own.
 const MODULES: [&str; 3] = ["worker", "operator", "kernels"];
 
 /// The toolchain that `cargo` names for this build, another one by name, and the assembler by name.
 const DEVICE_RUSTC: &str = "PERPETUA_DEVICE_RUSTC";
 const PTXAS: &str = "PERPETUA_PTXAS";
 
-/// Why each flag: `target-cpu` Hopper with wgmma and TMA; `ptx81` the ISA version that they and additions of vectors want, old enough for every
-/// driver since CUDA 12.1; `-JumpThreading` because that MIR pass copies a barrier into both arms of a branch
-/// (rust-lang/rust#137086), after which a warp waits at two different ones; `immediate-abort` because a panic's message
-/// has no reader on the device, and the calls that would build it cost the whole kernel a stack; the thresholds because nothing may be called: all is
-/// inlined, however large it is, where it is seldom run (`cold_path`) and where it is often, too; `convergent` because before that LLVM copies a call, or moves it into
-/// a branch, unless the function says that threads may meet in it. rustc marks every function so only since rust-lang/rust#153995.
+/// Why each flag: `target-cpu` Hopper with wgmma and TMA; `ptx81` the ISA version that they and additions of vectors
+/// want, old enough for every driver since CUDA 12.1; `-JumpThreading` because that MIR pass copies a barrier into both
+/// arms of a branch (rust-lang/rust#137086), after which a warp waits at two different ones; `immediate-abort` because
+/// a panic's message has no reader on the device, and the calls that would build it cost the whole kernel a stack; the
+/// thresholds because nothing may be called: all is inlined, however large it is, where it is seldom run (`cold_path`)
+/// and where it is often, too; `convergent` because before that LLVM copies a call, or moves it into a branch, unless
+/// the function says that threads may meet in it. rustc marks every function so only since rust-lang/rust#153995.
 const RUSTFLAGS: &[&str] = &[
     "-Ctarget-cpu={arch}",
     "-Ctarget-feature=+ptx81",
@@ -82,7 +83,8 @@ fn main() -> ExitCode {
 /// The outer build's `target`: `OUT_DIR` is `target/[triple/]profile/build/perpetua-hash/out`. The inner build's own
 /// directory lies in it, one for all profiles, so that `core` is built once; cargo locks it against a second build.
 ///
-/// Cargo marks a `target` that it has made, but not one that was there: `./x` keeps ptxas in it, before the first build.
+/// Cargo marks a `target` that it has made, but not one that was there: `./x` keeps ptxas in it, before the first
+/// build.
 fn shared_target_dir(out: &Path) -> PathBuf {
     let is_target = |dir: &&Path| dir.join("CACHEDIR.TAG").is_file() || dir.join("ptxas").is_dir();
     let above_profile = out.ancestors().skip(4);
@@ -96,8 +98,8 @@ struct Toolchain {
 }
 
 impl Toolchain {
-    /// The rustc named in the environment; else the one of this build, when rustup has put `core`'s source beside it; else
-    /// Debian's (`rustc-web` with `rust-web-src`).
+    /// The rustc named in the environment; else the one of this build, when rustup has put `core`'s source beside it;
+    /// else Debian's (`rustc-web` with `rust-web-src`).
     fn find() -> Option<Toolchain> {
         if let Some(named) = env::var_os(DEVICE_RUSTC).filter(|name| !name.is_empty()) {
             let found = Toolchain::with_source(Path::new(&named));
@@ -198,8 +200,8 @@ impl DeviceBuilder {
         RUSTFLAGS.iter().map(|flag| flag.replace("{arch}", self.arch)).collect()
     }
 
-    /// The PTX as rustc writes it. `-Clinker=true` makes the link, which would have nothing to do, the program that does
-    /// nothing; after fat LTO the assembly of the one codegen unit is the whole program.
+    /// The PTX as rustc writes it. `-Clinker=true` makes the link, which would have nothing to do, the program that
+    /// does nothing; after fat LTO the assembly of the one codegen unit is the whole program.
     fn compile(&self, module: &str, target_dir: &Path) -> Result<String, String> {
         let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
         cargo
@@ -284,14 +286,16 @@ impl Ptxas {
         Some(Ptxas { path, version: format!("ptxas {version}") })
     }
 
-    /// `ptx` as machine code, unless it is refused. What it made of the same PTX before, for whatever profile, is taken again: it takes a minute.
+    /// `ptx` as machine code, unless it is refused. What it made of the same PTX before, for whatever profile, is taken
+    /// again: it takes a minute.
     fn assemble(&self, ptx: &str, arch: &str, target_dir: &Path) -> Result<Option<Assembled>, String> {
         let io = |path: &Path, e: io::Error| format!("{}: {e}", path.display());
         let made_of = fnv1a(&[ptx.as_bytes(), self.version.as_bytes(), arch.as_bytes()].concat());
         let cubins = target_dir.join("cubins");
         let [cubin, report] = ["cubin", "report"].map(|what| cubins.join(format!("{made_of:016x}.{what}")));
         if !cubin.is_file() || !report.is_file() {
-            // Only the last ones are kept. They get their names when they are whole: builds of two profiles may run at once.
+            // Only the last ones are kept. They get their names when they are whole: builds of two profiles may run at
+            // once.
             fs::create_dir_all(&cubins).map_err(|e| io(&cubins, e))?;
             let old = fs::read_dir(&cubins).map_err(|e| io(&cubins, e))?.flatten().map(|entry| entry.path());
             old.filter(|path| path.extension().is_some_and(|e| e == "cubin" || e == "report"))
@@ -329,8 +333,9 @@ fn entry_of(module: &str) -> String {
 }
 
 /// What the entry must promise about its launch, from the constant that the host launches with. Without both directives
-/// ptxas would not know how many registers a thread may use. And that its loops stay loops: what LLVM has not unrolled ptxas would, by four, for as
-/// many rounds as most of them never have, and an SM would have that code to fetch (docs/cycles.md).
+/// ptxas would not know how many registers a thread may use. And that its loops stay loops: what LLVM has not unrolled
+/// ptxas would, by four, for as many rounds as most of them never have, and an SM would have that code to fetch
+/// (docs/cycles.md).
 fn entry_directives(device: &Path) -> Result<String, String> {
     let path = device.join("..").join(LAUNCH_RS);
     let text = fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
@@ -342,8 +347,8 @@ fn entry_directives(device: &Path) -> Result<String, String> {
     Ok(format!(".maxntid {threads}, 1, 1\n.minnctapersm 1\n.pragma \"nounroll\";\n"))
 }
 
-/// `ptx` with each entry's own first parameter where its body says `perpetua_launch_block`: assembly in Rust cannot know which
-/// entry it ends up in.
+/// `ptx` with each entry's own first parameter where its body says `perpetua_launch_block`: assembly in Rust cannot
+/// know which entry it ends up in.
 fn name_launch_blocks(ptx: &str) -> String {
     let mut entries = ptx.split(".visible .entry ");
     let mut named = entries.next().unwrap_or_default().to_owned();
@@ -361,7 +366,8 @@ fn without_marks(ptx: &str) -> String {
     ptx.lines().filter(|line| !is_mark(line)).flat_map(|line| [line, "\n"]).collect()
 }
 
-/// `ptx` with `directives` after the parameter list of each entry that runs tasks or bodies, all but probes: rustc has no way to say them.
+/// `ptx` with `directives` after the parameter list of each entry that runs tasks or bodies, all but probes: rustc has
+/// no way to say them.
 fn with_directives(ptx: &str, directives: &str) -> Result<String, String> {
     const START: &str = ".visible .entry ";
     let mut entries = ptx.split(START);

@@ -1,8 +1,8 @@
 //! What packing and scheduling cost and reach on this machine.
 //!
-//! `cargo run --release --example bench_memory [-- FILE.csv...]`: the minimalloc benchmarks at their capacity, every file
-//! named (peak over load), a million synthetic buffers, and the scheduler at scale. Every result is judged before it is
-//! printed.
+//! `cargo run --release --example bench_memory [-- FILE.csv...]`: the minimalloc benchmarks at their capacity, every
+//! file named (peak over load), a million synthetic buffers, and the scheduler at scale. Every result is judged before
+//! it is printed.
 
 use std::time::{Duration, Instant};
 

@@ -1,9 +1,9 @@
-//! The committed fixtures through the persistent kernel, on no GPU, with as many SMs as asked for: the whole pass, several
-//! tokens, against what `transformers` made of the same prompt. Either its source on the simulated GPU (`simt`), or what rustc
-//! made of it, instruction by instruction (`ptx`).
+//! The committed fixtures through the persistent kernel, on no GPU, with as many SMs as asked for: the whole pass,
+//! several tokens, against what `transformers` made of the same prompt. Either its source on the simulated GPU
+//! (`simt`), or what rustc made of it, instruction by instruction (`ptx`).
 //!
-//! `cargo run --release --example gpu_code_fixtures [-- simt|ptx [SMS [TOKENS]]]`; simt, 132 SMs and 4 tokens unless told
-//! otherwise.
+//! `cargo run --release --example gpu_code_fixtures [-- simt|ptx [SMS [TOKENS]]]`; simt, 132 SMs and 4 tokens unless
+//! told otherwise.
 
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use safetensors::SafeTensors;

@@ -1,7 +1,8 @@
-//! What prompt lookup brings for texts of one's own: in how many passes an answer is made of a prompt, if the model makes this very answer.
+//! What prompt lookup brings for texts of one's own: in how many passes an answer is made of a prompt, if the model
+//! makes this very answer.
 //!
-//! `cargo run --release --example lookup -- MODEL_DIR PROMPT_FILE ANSWER_FILE [DRAFTS]`. Of the model only the tokenizer is used; what a pass of so
-//! many rows costs, `perpetua bench --prompt-lookup DRAFTS` says.
+//! `cargo run --release --example lookup -- MODEL_DIR PROMPT_FILE ANSWER_FILE [DRAFTS]`. Of the model only the
+//! tokenizer is used; what a pass of so many rows costs, `perpetua bench --prompt-lookup DRAFTS` says.
 
 use perpetua::Model;
 use perpetua_device::advance::{advance, advance_verified, draft, step_from};
@@ -35,8 +36,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// The rows of each pass after the one that reads `prompt` and makes the first token of `answer`: the token loop's own turn, with the answer in the
-/// model's place.
+/// The rows of each pass after the one that reads `prompt` and makes the first token of `answer`: the token loop's own
+/// turn, with the answer in the model's place.
 fn passes(prompt: &[u32], answer: &[u32], max_drafts: u32) -> Vec<usize> {
     let program = |max_rows, kind| ProgramDesc { max_rows, kind, ..bytemuck::Zeroable::zeroed() };
     let programs = [program(1, TOKEN_LOOP), program(max_drafts + 1, VERIFIES)];

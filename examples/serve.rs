@@ -1,5 +1,5 @@
-//! Answers over HTTP as OpenAI's chat completions do, several at once, word by word where that is asked for. Whoever comes later joins those
-//! under way, whoever hangs up leaves them, and what several prompts begin with is read once.
+//! Answers over HTTP as OpenAI's chat completions do, several at once, word by word where that is asked for. Whoever
+//! comes later joins those under way, whoever hangs up leaves them, and what several prompts begin with is read once.
 //!
 //! ```sh
 //! cargo run --release --example serve -- path/to/Qwen3-0.6B 127.0.0.1:8080 4
@@ -7,8 +7,9 @@
 //!     -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'
 //! ```
 //!
-//! Of a request's keys it heeds `messages`, `stream`, `max_tokens` (or `max_completion_tokens`), `temperature`, `top_p`, `seed`, `stop`, and
-//! `chat_template_kwargs`, variables of the chat template. Reasoning comes as `reasoning_content`.
+//! Of a request's keys it heeds `messages`, `stream`, `max_tokens` (or `max_completion_tokens`), `temperature`,
+//! `top_p`, `seed`, `stop`, and `chat_template_kwargs`, variables of the chat template. Reasoning comes as
+//! `reasoning_content`.
 
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -137,8 +138,9 @@ impl Server {
 /// By the number that the batch has given it, a job, and how many tokens have been made.
 type UnderWay = BTreeMap<usize, (Job, usize)>;
 
-/// Answers all that are `asked`, as many at once as there is room for; the others wait where they are. A batch remembers what its caches have, so that a
-/// conversation goes on where it was, and all that it has had: whether there is to be another one, or nobody can ask any more.
+/// Answers all that are `asked`, as many at once as there is room for; the others wait where they are. A batch
+/// remembers what its caches have, so that a conversation goes on where it was, and all that it has had: whether there
+/// is to be another one, or nobody can ask any more.
 ///
 /// # Errors
 /// The engine's fault, which ends all that are `under_way`.
@@ -473,7 +475,8 @@ mod tests {
         assert!(status == 200 && models.contains("\"tiny-qwen3\""), "{models}");
     }
 
-    /// Of two who are answered one after the other the first hangs up, whose answer would fill the context: the second has what is its own.
+    /// Of two who are answered one after the other the first hangs up, whose answer would fill the context: the second
+    /// has what is its own.
     #[test]
     fn whoever_hangs_up_leaves() {
         let to = begin(&fixture(), &EngineConfig { sequences: Some(1), max_context: Some(4096), ..config() });

@@ -1,4 +1,5 @@
-//! An engine on the context and stream that a program already has from cudarc: the kernel takes its turn on that stream.
+//! An engine on the context and stream that a program already has from cudarc: the kernel takes its turn on that
+//! stream.
 //!
 //! `cargo run --release --features cudarc --example with_cudarc -- MODEL_DIR PROMPT`
 

@@ -2,7 +2,8 @@
 //! --example cpu_kernels [gemv] [few] [gemm] [attention] [-- WORDS]`, with words only what has them in its name.
 //!
 //! Every figure is the median of rounds in which all measurements take turns, so that a busy machine slows them alike;
-//! compare figures of one run only. Time is the threads' own, without what other programs take. Weights and caches read by a measurement are larger than any cache.
+//! compare figures of one run only. Time is the threads' own, without what other programs take. Weights and caches read
+//! by a measurement are larger than any cache.
 
 use perpetua_device::cpu::Scratch;
 use perpetua_device::cpu::bandwidth::read;
@@ -171,7 +172,8 @@ fn gemv() {
     report(lines);
 }
 
-/// Products of few rows: what a step of a batch does, or a pass that verifies guesses. As fast as memory, or as the products.
+/// Products of few rows: what a step of a batch does, or a pass that verifies guesses. As fast as memory, or as the
+/// products.
 fn few() {
     let bytes = 600usize << 20;
     let weights = Memory::new(bytes, 0x3c10_bc20_3c30_3c40);

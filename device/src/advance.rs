@@ -46,8 +46,9 @@ pub fn step_from(control: &Control, programs: &[ProgramDesc], first_pos: u32, it
     }
 }
 
-/// The step that a task with `flags` sees in the pass `step`. One of a batch's sequence, which `sequences` gives, sees that
-/// of the sequence alone: its next token, or no rows once it has ended. One of a row sees that row alone, or none where the pass has fewer.
+/// The step that a task with `flags` sees in the pass `step`. One of a batch's sequence, which `sequences` gives, sees
+/// that of the sequence alone: its next token, or no rows once it has ended. One of a row sees that row alone, or none
+/// where the pass has fewer.
 pub fn step_of(flags: u16, step: &Step, sequences: impl FnOnce(usize) -> Sequence) -> Step {
     if let Some(row) = TaskFlags::row(flags) {
         return Step { first_pos: step.first_pos + row, rows: u32::from(row < step.rows), ..*step };
@@ -58,8 +59,8 @@ pub fn step_of(flags: u16, step: &Step, sequences: impl FnOnce(usize) -> Sequenc
     Step { first_pos: sequence.position, rows, sequence: number as u32, ..*step }
 }
 
-/// A batch's next step: while some prompt has tokens before its last to be read, as many of the first such prompt as one
-/// pass takes; then the next token of every sequence that has not ended; then the end of the loop.
+/// A batch's next step: while some prompt has tokens before its last to be read, as many of the first such prompt as
+/// one pass takes; then the next token of every sequence that has not ended; then the end of the loop.
 pub fn batch_step(control: &Control, programs: &[ProgramDesc], iteration: u32) -> Step {
     // The first sequence with tokens to be read, one more than the last that runs, and where the one furthest on is.
     let (n, mut unread, mut end, mut furthest) = (control.n_sequences, control.n_sequences, 0, 0);
@@ -80,7 +81,8 @@ pub fn batch_step(control: &Control, programs: &[ProgramDesc], iteration: u32) -
             step = Step { program, first_pos: sequence.position, rows, sampling: 0, sequence: unread, ..step };
         }
     } else if end > 0 {
-        // Rows beyond the last sequence that runs need not be computed. Each of the others' tasks sees its own sequence's position.
+        // Rows beyond the last sequence that runs need not be computed. Each of the others' tasks sees its own
+        // sequence's position.
         for (at, program) in (0..).zip(programs) {
             if program.kind == EVERY_SEQUENCE {
                 step = Step { program: at, first_pos: furthest, rows: end, sampling: 1, sequence: 0, ..step };
@@ -98,7 +100,8 @@ fn before_last(sequence: &Sequence) -> u32 {
     sequence.n_tokens.saturating_sub(sequence.position + 1)
 }
 
-/// [`advance`] for a batch. `token` gives the token of a sequence at a position: asked for once, of each sequence that has made one.
+/// [`advance`] for a batch. `token` gives the token of a sequence at a position: asked for once, of each sequence that
+/// has made one.
 pub fn advance_batch(control: &mut Control, programs: &[ProgramDesc], token: impl Fn(usize, u32) -> u32) {
     let step = end_pass(control);
     if step.sampling == 0 {
@@ -146,9 +149,10 @@ pub fn advance(control: &mut Control, programs: &[ProgramDesc], token: u32) {
     go_on(control, programs, step, end);
 }
 
-/// [`advance`] after a pass that verified drafts, tokens guessed to follow the one its first row has read: of its `rows` rows, one at least, row
-/// `i` gives the token `chosen(i)`, and row `i + 1` has read `draft(i)`. What a row gives counts if all that the rows up to it have read is what
-/// it should have been: if the drafts before were chosen, too. Returns how many count.
+/// [`advance`] after a pass that verified drafts, tokens guessed to follow the one its first row has read: of its
+/// `rows` rows, one at least, row `i` gives the token `chosen(i)`, and row `i + 1` has read `draft(i)`. What a row
+/// gives counts if all that the rows up to it have read is what it should have been: if the drafts before were chosen,
+/// too. Returns how many count.
 pub fn advance_verified(
     control: &mut Control,
     programs: &[ProgramDesc],
@@ -173,8 +177,8 @@ pub fn advance_verified(
     made
 }
 
-/// The program by which the next pass may verify drafts, and how many of them, one at least; `None` where it reads others than the last token,
-/// makes none, or nobody wants any.
+/// The program by which the next pass may verify drafts, and how many of them, one at least; `None` where it reads
+/// others than the last token, makes none, or nobody wants any.
 pub fn room_for_drafts(control: &Control, programs: &[ProgramDesc]) -> Option<(u32, u32)> {
     let step = control.step;
     if control.max_drafts == 0 || step.program == NO_PROGRAM || step.rows != 1 || step.sampling != 1 {
@@ -199,8 +203,9 @@ pub fn verify_next(control: &mut Control, program: u32, n: u32) {
     control.step.rows = 1 + n;
 }
 
-/// Has a next pass that would read the last of the text's tokens, which `token` gives, and no others, verify guesses too: what followed when the text last
-/// went as it does now, handed to `put` with their positions. What is made does not depend on them. (Prompt lookup decoding: Saxena 2023.)
+/// Has a next pass that would read the last of the text's tokens, which `token` gives, and no others, verify guesses
+/// too: what followed when the text last went as it does now, handed to `put` with their positions. What is made does
+/// not depend on them. (Prompt lookup decoding: Saxena 2023.)
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn draft(
     control: &mut Control,
@@ -231,8 +236,8 @@ fn count(control: &mut Control, token: u32, next_pos: u32) -> End {
     end_of(&control.requests[0], &control.stop_tokens, control.max_context, token, control.produced, next_pos)
 }
 
-/// How a sequence ends, of which `request` is asked, that has made `token` as its `produced`th and read all before `next_pos`; the bits of
-/// [`Request::stops`] stand for `stop_tokens`.
+/// How a sequence ends, of which `request` is asked, that has made `token` as its `produced`th and read all before
+/// `next_pos`; the bits of [`Request::stops`] stand for `stop_tokens`.
 pub fn end_of(
     request: &Request,
     stop_tokens: &[u32],
@@ -382,7 +387,8 @@ mod tests {
         // The last token of each prompt is left to the passes together; the one of a single token has no other.
         let reading = [(0, 0, 8, 0), (0, 8, 2, 0), (1, 0, 1, 0)];
         assert_eq!(found[..3], reading);
-        // Sequence 0, the furthest, fills its context first, the stop token ends 1, 2 makes all of its tokens: rows stay until it ends.
+        // Sequence 0, the furthest, fills its context first, the stop token ends 1, 2 makes all of its tokens: rows
+        // stay until it ends.
         assert_eq!(found[3..], [10, 11, 3, 3].map(|furthest| (0, furthest, 3, 1)));
         let ends: Vec<u32> = control.sequences[..3].iter().map(|sequence| sequence.end).collect();
         assert_eq!(ends, [End::ContextFull, End::StopToken, End::MaxTokens].map(|end| end as u32));
@@ -409,7 +415,8 @@ mod tests {
         assert_eq!(batch(&mut control(0, 5, 10), &programs(&[1, 8]), &[1, 1], 9), []);
     }
 
-    /// Runs the loop over a model that has `next` follow the tokens so far, drafts included. Returns the text, and each pass's position and rows.
+    /// Runs the loop over a model that has `next` follow the tokens so far, drafts included. Returns the text, and each
+    /// pass's position and rows.
     fn text_of(control: &mut Control, prompt: &[u32], next: impl Fn(&[u32]) -> u32) -> (Vec<u32>, Vec<(u32, u32)>) {
         let mut programs = programs(&[1, 8, 5]);
         programs[2].kind = VERIFIES;

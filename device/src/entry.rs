@@ -1,16 +1,18 @@
-//! The persistent kernel: one entry, one block per worker; the same bodies one launch per operator, to compare it with; and
-//! what happens on a panic.
+//! The persistent kernel: one entry, one block per worker; the same bodies one launch per operator, to compare it with;
+//! and what happens on a panic.
 //!
 //! **Launch**: the grid is `n_workers` blocks, all resident (cooperative launch); a block is
 //! [`BLOCK_THREADS`](perpetua_shared::launch::BLOCK_THREADS) threads, of which the first
-//! [`TASK_THREADS`](perpetua_shared::launch::TASK_THREADS) run tasks, the next is the loader ([`tiles`]) and the one after it, where
-//! the image has just-in-time tasks, a scheduler ([`scheduler`]), with [`SHARED_BYTES`](perpetua_shared::launch::SHARED_BYTES) of dynamic shared memory; the one
-//! parameter is a [`LaunchParams`], by value. `data_heads` and `data` say which
-//! weights the loader brings, `prefetch_heads` and `prefetches` what it asks the L2 cache for; `without` what is not done.
+//! [`TASK_THREADS`](perpetua_shared::launch::TASK_THREADS) run tasks, the next is the loader ([`tiles`]) and the one
+//! after it, where the image has just-in-time tasks, a scheduler ([`scheduler`]), with
+//! [`SHARED_BYTES`](perpetua_shared::launch::SHARED_BYTES) of dynamic shared memory; the one parameter is a
+//! [`LaunchParams`], by value. `data_heads` and `data` say which weights the loader brings, `prefetch_heads` and
+//! `prefetches` what it asks the L2 cache for; `without` what is not done.
 //!
-//! [`worker`] is the kernel; on a GPU `perpetua_worker` is its name, on the host a simulated launch calls it. It turns the [`LaunchParams`] into the image and the words the [worker loop](crate::worker) wants and runs it on
-//! every thread of the block. References are made only to the image, which nobody writes while workers are resident;
-//! whatever another worker or the host writes is reached by raw pointers.
+//! [`worker`] is the kernel; on a GPU `perpetua_worker` is its name, on the host a simulated launch calls it. It turns
+//! the [`LaunchParams`] into the image and the words the [worker loop](crate::worker) wants and runs it on every thread
+//! of the block. References are made only to the image, which nobody writes while workers are resident; whatever
+//! another worker or the host writes is reached by raw pointers.
 
 use crate::advance::step_of;
 pub use crate::arch::LaunchBlock;
@@ -72,7 +74,8 @@ impl DeviceImage {
         }
     }
 
-    /// Where a worker's entries of a program start and end, by the section of heads at `heads`, with so many `lists` a program.
+    /// Where a worker's entries of a program start and end, by the section of heads at `heads`, with so many `lists` a
+    /// program.
     ///
     /// # Safety
     /// The section is the image's, as are program and worker.
@@ -120,7 +123,8 @@ impl Image for DeviceImage {
         if flags & !(TaskFlags::JUST_IN_TIME | TaskFlags::READS_EARLY) == 0 {
             return false;
         }
-        // The tasks of a sequence that has ended have no rows, and nothing to do; nor have those of a row that the pass does not have.
+        // The tasks of a sequence that has ended have no rows, and nothing to do; nor have those of a row that the pass
+        // does not have.
         let has_none = TaskFlags::names_part(flags) && turn::seen().rows == 0;
         has_none || step.sampling == 0 && flags & TaskFlags::ONLY_WHEN_SAMPLING != 0
     }
@@ -160,13 +164,15 @@ impl DeviceImage {
         turns.wrapping_add(id as usize * param!(self, turn_words) as usize)
     }
 
-    /// Asks for the record of the task numbered `id`, for [`turn_to`](DeviceImage::turn_to) to put where bodies look at it.
+    /// Asks for the record of the task numbered `id`, for [`turn_to`](DeviceImage::turn_to) to put where bodies look at
+    /// it.
     fn ask(&self, id: u32, block: &Block) -> u32 {
         // SAFETY: see `DeviceImage`.
         unsafe { turn::ask(self.turn(id), param!(self, turn_words), block) }
     }
 
-    /// Makes it the turn of the task numbered `id`, whose record has been [asked](DeviceImage::ask) for, in the pass `pass`.
+    /// Makes it the turn of the task numbered `id`, whose record has been [asked](DeviceImage::ask) for, in the pass
+    /// `pass`.
     ///
     /// # Safety
     /// Every thread of the block makes this same call, and none looks at the task before any more.
@@ -212,8 +218,8 @@ impl DeviceImage {
     unsafe fn seen_by(&self, flags: u16, pass: Seen) -> Seen {
         let Seen { first_pos, rows, sequence } = pass;
         let control = core::ptr::with_exposed_provenance::<Control>(param!(self, control) as usize);
-        // SAFETY: the caller's promise; nobody writes them before the pass has ended, and the wait for the one before has made them
-        // visible.
+        // SAFETY: the caller's promise; nobody writes them before the pass has ended, and the wait for the one before
+        // has made them visible.
         let sequence_at = |number: usize| unsafe {
             let sequence = (&raw const (*control).sequences).cast::<Sequence>().add(number);
             let (position, end) = (&raw const (*sequence).position, &raw const (*sequence).end);
@@ -282,7 +288,8 @@ struct BlockBody<'a> {
 }
 
 impl BlockBody<'_> {
-    /// Asks for the record of the task that comes next in the list, if the task whose turn it is, of the list or not, has one after it.
+    /// Asks for the record of the task that comes next in the list, if the task whose turn it is, of the list or not,
+    /// has one after it.
     fn ask_for_next(&mut self) {
         if let Some(next) = turn::next().checked_sub(1) {
             self.next = self.image.ask(next, &self.block);
@@ -322,8 +329,9 @@ impl BlockBody<'_> {
 }
 
 impl BlockBody<'_> {
-    /// Waits for the events of the task whose turn it is. Always, since a choice that the loop has made before would have the compiler
-    /// write all bodies twice: a task that was waited for already, where others may be taken meanwhile, looks once more.
+    /// Waits for the events of the task whose turn it is. Always, since a choice that the loop has made before would
+    /// have the compiler write all bodies twice: a task that was waited for already, where others may be taken
+    /// meanwhile, looks once more.
     ///
     /// # Errors
     /// That there has been a fault.
@@ -339,7 +347,8 @@ impl BlockBody<'_> {
         outcome
     }
 
-    /// Says where the worker is, its loader too, and notes when the task began if the block's first thread, which alone is asked for it, has room for that.
+    /// Says where the worker is, its loader too, and notes when the task began if the block's first thread, which alone
+    /// is asked for it, has room for that.
     ///
     /// # Safety
     /// See [`DeviceImage`].
@@ -362,7 +371,8 @@ impl BlockBody<'_> {
         }
     }
 
-    /// The next entry of the worker's row of the trace, its own, and in the row if the task is [timed](Tiles::is_timed).
+    /// The next entry of the worker's row of the trace, its own, and in the row if the task is
+    /// [timed](Tiles::is_timed).
     fn trace_entry(&self) -> *mut TaskTrace {
         let row = self.worker.0 * param!(self.image, n_trace);
         let trace = core::ptr::with_exposed_provenance_mut::<TaskTrace>(param!(self.image, trace) as usize);
@@ -442,15 +452,15 @@ impl Body for BlockBody<'_> {
     }
 
     fn run(&mut self, id: TaskId, _: &TaskDesc, step: &Step, iteration: u32) -> Result<(), Fault> {
-        // SAFETY: see `DeviceImage`. The loop brings every thread of the block here with the same task, whose waits `ready`
-        // meets.
+        // SAFETY: see `DeviceImage`. The loop brings every thread of the block here with the same task, whose waits
+        // `ready` meets.
         unsafe {
             self.begin_task(id);
             self.ask_for_next();
             thread::at_task(id.0);
             self.tiles.begin_task(self.task_tiles());
-            // What bodies compute from who they are stays in them; how many they are the compiler is told once more, so that it
-            // writes loops over warps out.
+            // What bodies compute from who they are stays in them; how many they are the compiler is told once more, so
+            // that it writes loops over warps out.
             let block = Block { thread: memory::opaque_word(self.block.thread), threads: thread::task_threads() };
             // For the body alone: what comes after it looks at the loop's own.
             let fresh = anew(step);
@@ -510,16 +520,17 @@ pub unsafe fn worker(params: LaunchBlock) {
     }
 }
 
-/// Task `first` plus the block's index, if the step is one of `program`: an operator, where it is a launch of its own, a block
-/// for each task. Nobody waits or triggers, since a launch on a stream begins when the one before has ended and its writes are
-/// visible. The block's own loader brings the task's tiles, and none ahead of the launch, before which nobody is there.
+/// Task `first` plus the block's index, if the step is one of `program`: an operator, where it is a launch of its own,
+/// a block for each task. Nobody waits or triggers, since a launch on a stream begins when the one before has ended and
+/// its writes are visible. The block's own loader brings the task's tiles, and none ahead of the launch, before which
+/// nobody is there.
 ///
-/// A step of another program ends the launch, and so does a fault: what has been launched ahead for a loop that has ended runs
-/// to its end and touches nothing.
+/// A step of another program ends the launch, and so does a fault: what has been launched ahead for a loop that has
+/// ended runs to its end and touches nothing.
 ///
 /// # Safety
-/// As [`worker`], but for the grid: a block of `BLOCK_THREADS` threads for each of an operator's tasks, none of which orders
-/// another; and whatever those tasks wait on has run in launches that have ended.
+/// As [`worker`], but for the grid: a block of `BLOCK_THREADS` threads for each of an operator's tasks, none of which
+/// orders another; and whatever those tasks wait on has run in launches that have ended.
 pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
     let image = DeviceImage { params };
     let sync = Gpu::new(image.params);
@@ -528,9 +539,9 @@ pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
     let thread = block.thread;
     let step = crate::sync::Sync::step(&sync);
     let id = first + worker.0;
-    // SAFETY: one thread makes the barriers, and every thread of the block comes to the one after. They agree on the fault, which
-    // another block may report meanwhile, and all have read the step before `advance` overwrites it. The warps beyond the task
-    // threads' are no task's; those come to the second barrier with the same task.
+    // SAFETY: one thread makes the barriers, and every thread of the block comes to the one after. They agree on the
+    // fault, which another block may report meanwhile, and all have read the step before `advance` overwrites it. The
+    // warps beyond the task threads' are no task's; those come to the second barrier with the same task.
     unsafe {
         if thread == 0 {
             tiles::init(block.threads);
@@ -552,7 +563,8 @@ pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
     let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread), next: 0 };
     body.tiles.expect(body.task_tiles());
     body.tiles.begin_task(body.task_tiles());
-    // SAFETY: the caller's promise; every thread of the block is here with the same task. No copy is under way when the block ends.
+    // SAFETY: the caller's promise; every thread of the block is here with the same task. No copy is under way when the
+    // block ends.
     unsafe {
         if !image.is_left_out(id, &step) {
             // Whoever faults has recorded it.
@@ -562,7 +574,8 @@ pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
     }
 }
 
-/// One task of kernel `K`, and nothing else: for the tests, which keep a ratchet on each kernel's registers and instructions.
+/// One task of kernel `K`, and nothing else: for the tests, which keep a ratchet on each kernel's registers and
+/// instructions.
 ///
 /// # Safety
 /// As [`worker`]; `id` is a task of that kernel, whose waits have been met.
@@ -675,8 +688,8 @@ mod ptx_of_workers {
         unsafe { probe::meet(&params) }
     }
 
-    /// Not a kernel anyone launches: `if c { A } barrier; if c { B }`, from which a compiler that does not know barriers makes
-    /// two. The tests count one here.
+    /// Not a kernel anyone launches: `if c { A } barrier; if c { B }`, from which a compiler that does not know
+    /// barriers makes two. The tests count one here.
     ///
     /// # Safety
     /// `words` points to one word per thread.
@@ -697,8 +710,8 @@ mod ptx_of_workers {
         }
     }
 
-    /// Nor is this one: each instruction that copies, counts and multiplies, so that the tests see them assembled whether or
-    /// not a kernel uses them.
+    /// Nor is this one: each instruction that copies, counts and multiplies, so that the tests see them assembled
+    /// whether or not a kernel uses them.
     ///
     /// # Safety
     /// `words` points to 4 KiB.

@@ -48,8 +48,8 @@ impl Tensor {
         }
     }
 
-    /// The box `operand` of matrices that lie apart, one in each of `parts` of `part_bytes`: a stack of rank 3 that, were they one
-    /// after the other, would begin in the first of them.
+    /// The box `operand` of matrices that lie apart, one in each of `parts` of `part_bytes`: a stack of rank 3 that,
+    /// were they one after the other, would begin in the first of them.
     ///
     /// # Safety
     /// As [`Tensor::new`], of each matrix in its part; `parts` outlives the tensor.
@@ -120,8 +120,8 @@ impl Tensor {
             assert!(i < self.extent[dim], "index {i} of dimension {dim} is not below {}", self.extent[dim]);
             offset += i * self.stride[dim];
         }
-        // SAFETY: each index is below its extent, so the element is inside the box, hence the allocation; parts are as many
-        // as the first extent says, and of each the box has what it has of the first.
+        // SAFETY: each index is below its extent, so the element is inside the box, hence the allocation; parts are as
+        // many as the first extent says, and of each the box has what it has of the first.
         unsafe {
             let mut base = self.base;
             if !self.parts.is_null() {
@@ -134,8 +134,8 @@ impl Tensor {
     /// The element at `at`, widened to f32. Integers convert.
     pub fn get<const N: usize>(&self, at: [usize; N]) -> f32 {
         let p = self.address(at);
-        // SAFETY: `address` checked the index; alignment is the constructor's promise. A row of lines is whole (the rule of
-        // the kernels that take it): `p` is its start, from where elements and scales are counted.
+        // SAFETY: `address` checked the index; alignment is the constructor's promise. A row of lines is whole (the
+        // rule of the kernels that take it): `p` is its start, from where elements and scales are counted.
         unsafe {
             match self.dtype() {
                 DType::F32 => p.cast::<f32>().read(),

@@ -9,12 +9,13 @@
 //! - [`kernels`]: one file per macro kernel, and the one list.
 //! - `turns`: tasks as the persistent kernel fetches them.
 //! - [`probe`]: small kernels that measure a GPU.
-//! - [`entry`], [`gpu`], [`block`], `arch`: the kernel's entry, what GPU bodies are written in, and the instructions under
-//!   it. On the host they run on `simt`, a simulated GPU that checks every access.
+//! - [`entry`], [`gpu`], [`block`], `arch`: the kernel's entry, what GPU bodies are written in, and the instructions
+//!   under it. On the host they run on `simt`, a simulated GPU that checks every access.
 //!
-//! What a GPU body is made of is inlined, all of it, since a call would cost the kernel a stack; and LLVM is told that functions are
-//! convergent, or it would copy calls of those that have barriers in them. `build.rs` sees to both, so no function here says anything of it
-//! (`inline(always)` is for vector code, which has its instruction set from its caller).
+//! What a GPU body is made of is inlined, all of it, since a call would cost the kernel a stack; and LLVM is told that
+//! functions are convergent, or it would copy calls of those that have barriers in them. `build.rs` sees to both, so no
+//! function here says anything of it (`inline(always)` is for vector code, which has its instruction set from its
+//! caller).
 #![cfg_attr(target_arch = "nvptx64", no_std)]
 #![cfg_attr(
     target_arch = "nvptx64",

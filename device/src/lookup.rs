@@ -1,5 +1,6 @@
-//! Guesses of what a text goes on with, from the text itself (prompt lookup decoding, Saxena 2023): where its last tokens have stood
-//! before, what followed then may follow again. Texts that quote, edit or sum up what they were given do so for long stretches.
+//! Guesses of what a text goes on with, from the text itself (prompt lookup decoding, Saxena 2023): where its last
+//! tokens have stood before, what followed then may follow again. Texts that quote, edit or sum up what they were given
+//! do so for long stretches.
 
 /// Tokens at the text's end that have to have stood before: a single one is seldom followed by the same again.
 pub const MIN_NGRAM: u32 = 2;
@@ -7,7 +8,8 @@ pub const MIN_NGRAM: u32 = 2;
 /// Tokens at the text's end that are compared: of places where as many agree the latest is taken.
 pub const MAX_NGRAM: u32 = 4;
 
-/// How many of the last tokens of a text of `n`, of which `token` gives each, the tokens before `end` are, which is less: [`MAX_NGRAM`] at most.
+/// How many of the last tokens of a text of `n`, of which `token` gives each, the tokens before `end` are, which is
+/// less: [`MAX_NGRAM`] at most.
 pub fn alike(n: u32, end: u32, token: impl Fn(u32) -> u32) -> u32 {
     let most = if end < MAX_NGRAM { end } else { MAX_NGRAM };
     let mut alike = 0;
@@ -17,8 +19,8 @@ pub fn alike(n: u32, end: u32, token: impl Fn(u32) -> u32) -> u32 {
     alike
 }
 
-/// Where in a text of `n` tokens, of which `token` gives each, what followed its last tokens begins: behind the latest of those places where most
-/// of them stood, [`MIN_NGRAM`] at least and [`MAX_NGRAM`] at most.
+/// Where in a text of `n` tokens, of which `token` gives each, what followed its last tokens begins: behind the latest
+/// of those places where most of them stood, [`MIN_NGRAM`] at least and [`MAX_NGRAM`] at most.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn continuation(n: u32, token: impl Fn(u32) -> u32) -> Option<u32> {
     let last = token(n.checked_sub(1)?);

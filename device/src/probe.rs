@@ -49,7 +49,8 @@ unsafe fn reach(counter: *mut u32, target: u32, timeout_ns: u64) -> bool {
     }
 }
 
-/// Waits until what barrier `tile` counts is there: whether it was in time. It does not sleep: a loader's rate is what is measured.
+/// Waits until what barrier `tile` counts is there: whether it was in time. It does not sleep: a loader's rate is what
+/// is measured.
 ///
 /// # Safety
 /// As [`mbarrier::try_wait`].
@@ -72,7 +73,8 @@ unsafe fn lands(tile: u32, parity: u32, timeout_ns: u64) -> bool {
 /// See [`READ`](perpetua_shared::probe::READ).
 ///
 /// # Safety
-/// `params` is as [`ProbeParams`] says; the grid has `blocks` blocks of one warp, with shared memory for the tiles. A copy that never lands is given up.
+/// `params` is as [`ProbeParams`] says; the grid has `blocks` blocks of one warp, with shared memory for the tiles. A
+/// copy that never lands is given up.
 pub unsafe fn read(params: &ProbeParams) {
     if thread::thread_idx() != 0 {
         return;
@@ -83,8 +85,8 @@ pub unsafe fn read(params: &ProbeParams) {
     let source: *const u8 = core::ptr::with_exposed_provenance(source as usize);
     let n = (bytes / u64::from(tile_bytes)) as u32 * params.rounds;
     let mut next = 0;
-    // SAFETY: the caller's promise; one thread makes the barriers and uses them. A tile's next copy begins after its last
-    // has landed, and nobody reads any.
+    // SAFETY: the caller's promise; one thread makes the barriers and uses them. A tile's next copy begins after its
+    // last has landed, and nobody reads any.
     unsafe {
         for tile in 0..n_tiles {
             mbarrier::init(tile, 1);
@@ -127,8 +129,8 @@ pub unsafe fn copy(params: &ProbeParams) {
     let n = if own < of_all { (bytes / u64::from(tile_bytes)) as u32 * params.rounds } else { 0 };
     let (mut tile, mut next) = (0, 0);
     let began = thread::timer_ns();
-    // SAFETY: the caller's promise. A thread copies to places of its own, to each again once its last copy there, more than `UNDER_WAY` tiles
-    // before, has landed, and nobody reads them.
+    // SAFETY: the caller's promise. A thread copies to places of its own, to each again once its last copy there, more
+    // than `UNDER_WAY` tiles before, has landed, and nobody reads them.
     unsafe {
         for _ in 0..n {
             let mut at = 0;
@@ -288,7 +290,8 @@ pub unsafe fn hop(params: &ProbeParams) {
     }
 }
 
-/// See [`HAND`](perpetua_shared::probe::HAND). Of two rounds the second is of what the first has brought, so nobody is ahead.
+/// See [`HAND`](perpetua_shared::probe::HAND). Of two rounds the second is of what the first has brought, so nobody is
+/// ahead.
 ///
 /// # Safety
 /// As [`hop`], but of blocks of `TASK_THREADS` threads, with `source` writable.
@@ -313,8 +316,9 @@ pub unsafe fn hand(params: &ProbeParams) {
         atomic::settled();
         return;
     }
-    // SAFETY: the caller's promise; a thread writes words of its own, which others read behind a counter or only touch atomically, and
-    // writes them again when its block has heard that they have been read. Conditions around barriers are the whole block's.
+    // SAFETY: the caller's promise; a thread writes words of its own, which others read behind a counter or only touch
+    // atomically, and writes them again when its block has heard that they have been read. Conditions around barriers
+    // are the whole block's.
     let give = |round: u32| unsafe {
         if params.by_flags != 0 {
             for i in 0..ROW_WORDS as usize {

@@ -1,28 +1,28 @@
 //! The queue of tasks that are launched just in time: schedulers append, workers that wait take.
 //!
-//! One queue for all workers, in words that stand after the event counters: where the next task is taken (`HEAD`), where the
-//! next is put (`TAIL`), both counting on for ever, then a power of two of slots.
+//! One queue for all workers, in words that stand after the event counters: where the next task is taken (`HEAD`),
+//! where the next is put (`TAIL`), both counting on for ever, then a power of two of slots.
 //!
 //! ```text
 //! push    ticket = TAIL++ ── publish slot[ticket] = tag(ticket, pass) | task
 //! take    HEAD != TAIL and slot[HEAD] has the tag of HEAD and my pass? ── claim: HEAD == h -> h + 1 ── acquire slot[h]
 //! ```
 //! # Why one, and why a task is claimed
-//! A queue for each worker makes the scheduler guess who will be idle when the task is ready; a worker in a long task then
-//! keeps it waiting while others have nothing to do. Nor does a worker draw a ticket before there is a task: the one with
-//! the next ticket may be busy when the task comes. Here whoever waits for anything takes what there is, so a task that is
-//! ready stands in the queue only while every worker runs another.
+//! A queue for each worker makes the scheduler guess who will be idle when the task is ready; a worker in a long task
+//! then keeps it waiting while others have nothing to do. Nor does a worker draw a ticket before there is a task: the
+//! one with the next ticket may be busy when the task comes. Here whoever waits for anything takes what there is, so a
+//! task that is ready stands in the queue only while every worker runs another.
 //!
 //! # Why nothing is lost, taken twice or overwritten
 //! - Tickets are drawn by addition, so a slot has one writer a lap; a claim succeeds for one worker a ticket.
-//! - A slot's tag is its lap, so what is left of the lap before is not taken for a task: a ticket that is drawn and not yet
-//!   published looks like the end of the queue. The scheduler publishes it with its next instruction.
-//! - A worker that has not yet seen its pass end may find tasks of the next. It has that pass's step, not the new one, so the tag
-//!   has a bit of the pass, too, and it leaves them: nobody can be two passes behind.
-//! - A slot has been read before it is written again: there are at least as many as a program has such tasks, all of them
-//!   end before their iteration does (a rule of the image), and a scheduler launches those of the next one later.
-//! - What the scheduler acquired from the events (all that the task waits for) it releases with the slot, and the worker
-//!   acquires it from there.
+//! - A slot's tag is its lap, so what is left of the lap before is not taken for a task: a ticket that is drawn and not
+//!   yet published looks like the end of the queue. The scheduler publishes it with its next instruction.
+//! - A worker that has not yet seen its pass end may find tasks of the next. It has that pass's step, not the new one,
+//!   so the tag has a bit of the pass, too, and it leaves them: nobody can be two passes behind.
+//! - A slot has been read before it is written again: there are at least as many as a program has such tasks, all of
+//!   them end before their iteration does (a rule of the image), and a scheduler launches those of the next one later.
+//! - What the scheduler acquired from the events (all that the task waits for) it releases with the slot, and the
+//!   worker acquires it from there.
 
 use perpetua_shared::limits::MAX_TASKS;
 use perpetua_shared::{Step, TaskId};
@@ -75,8 +75,8 @@ pub const fn slots(n_tasks: u32) -> u32 {
     }
 }
 
-/// What a slot says in the lap of `ticket` and the pass `step`, but for the task; never 0, what slots hold at first, in the
-/// first lap.
+/// What a slot says in the lap of `ticket` and the pass `step`, but for the task; never 0, what slots hold at first, in
+/// the first lap.
 fn tag(ticket: u32, n_slots: u32, step: &Step) -> u32 {
     let lap = (ticket >> n_slots.trailing_zeros()).wrapping_add(1);
     (lap << 1 | step.iteration & 1) << TASK_BITS

@@ -1,14 +1,16 @@
 //! The scheduler: launches just-in-time tasks when the last of their events fires.
 //!
-//! A program's just-in-time tasks are dealt out to its schedulers in program order; each scheduler looks at the next few of
-//! its own that are not launched, and puts those whose events have all fired into the [queue]. On a GPU every block has a
-//! scheduler, a lane beside the loader that does nothing else. CPU threads have one for all, which whoever looks for a
-//! task plays, so the worker that has triggered the last event launches what it made ready before it goes on.
+//! A program's just-in-time tasks are dealt out to its schedulers in program order; each scheduler looks at the next
+//! few of its own that are not launched, and puts those whose events have all fired into the [queue]. On a GPU every
+//! block has a scheduler, a lane beside the loader that does nothing else. CPU threads have one for all, which whoever
+//! looks for a task plays, so the worker that has triggered the last event launches what it made ready before it goes
+//! on.
 //!
 //! # Why everything is launched
-//! Tasks wait only for tasks before them in program order (law 1). The first unfinished task of a program has nothing left
-//! to wait for; if it is just-in-time and not launched, all before it in its scheduler's share are, so the scheduler looks
-//! at it. The image's check runs this rule at its strictest: one scheduler that looks at one task at a time.
+//! Tasks wait only for tasks before them in program order (law 1). The first unfinished task of a program has nothing
+//! left to wait for; if it is just-in-time and not launched, all before it in its scheduler's share are, so the
+//! scheduler looks at it. The image's check runs this rule at its strictest: one scheduler that looks at one task at a
+//! time.
 
 use crate::queue::{self, Words};
 use crate::worker::{Image, target};
@@ -47,8 +49,8 @@ impl Scheduler {
         Scheduler { next: number, stride: n, window, launched: 0 }
     }
 
-    /// Launches what is ready of the tasks it looks at. Returns whether all of its share is launched, and the first that is
-    /// not when it found none to launch.
+    /// Launches what is ready of the tasks it looks at. Returns whether all of its share is launched, and the first
+    /// that is not when it found none to launch.
     pub fn round<I: Image, W: Words>(&mut self, image: &I, step: &Step, words: &W) -> (bool, Option<Pending>) {
         let tasks = image.just_in_time(step.program as usize);
         let mut first = None;

@@ -10,12 +10,13 @@ use perpetua_shared::{EventId, Fault, Step, TaskId};
 /// [`wait`](Sync::wait) that the trigger satisfies. [`step`](Sync::step) is called only between a wait on
 /// `EVENT_ITERATION` and the trigger of `EVENT_ARRIVED`, so it races with no write.
 pub trait Sync: Words {
-    /// Returns `None` once `event`'s counter has [`reached`](perpetua_shared::event::reached) `target`; or, in a pass whose
-    /// program has just-in-time tasks, one of these, [taken](crate::queue::take) from the queue, to be run first. `pass` is the
-    /// step of such a pass.
+    /// Returns `None` once `event`'s counter has [`reached`](perpetua_shared::event::reached) `target`; or, in a pass
+    /// whose program has just-in-time tasks, one of these, [taken](crate::queue::take) from the queue, to be run first.
+    /// `pass` is the step of such a pass.
     ///
     /// # Errors
-    /// A fault when the wait outlasts its bound, or another worker has faulted; [`Fault::RECORDED`] where whoever found it has recorded it.
+    /// A fault when the wait outlasts its bound, or another worker has faulted; [`Fault::RECORDED`] where whoever found
+    /// it has recorded it.
     fn wait(&self, event: EventId, target: u32, pass: Option<&Step>) -> Result<Option<TaskId>, Fault>;
 
     /// Adds one to `event`'s counter, releasing all this worker wrote.

@@ -13,7 +13,8 @@ pub fn words(view: &ImageView<'_>) -> usize {
     (size_of::<Turn>() + operands * size_of::<Operand>()) / 4
 }
 
-/// [`Turn::known`] of `task`, whose `operands` have addresses; `is_aligned` says whether one lies on sixteen bytes, whatever the sequence.
+/// [`Turn::known`] of `task`, whose `operands` have addresses; `is_aligned` says whether one lies on sixteen bytes,
+/// whatever the sequence.
 fn known(task: &TaskDesc, operands: &[Operand], is_aligned: impl Fn(&Operand) -> bool) -> [u32; 4] {
     match task.task_type {
         DecodeAttention::TASK_TYPE => decode_attention::known(task, operands, is_aligned),
@@ -21,7 +22,8 @@ fn known(task: &TaskDesc, operands: &[Operand], is_aligned: impl Fn(&Operand) ->
     }
 }
 
-/// The records of all tasks of `view`, one after the other, with binding `i` at address `bindings[i]`, of which a sequence has `parts[i]` bytes.
+/// The records of all tasks of `view`, one after the other, with binding `i` at address `bindings[i]`, of which a
+/// sequence has `parts[i]` bytes.
 ///
 /// # Panics
 /// When the image has more bindings.
@@ -68,7 +70,8 @@ pub fn records(view: &ImageView<'_>, bindings: &[u64], parts: &[u64]) -> Vec<u32
         let words: &[u32] = bytemuck::cast_slice(&operands);
         rest[..words.len()].copy_from_slice(words);
     }
-    // Just-in-time tasks, in lists of their own, have none after them, and no tiles. Those of the others stand in the lists' order.
+    // Just-in-time tasks, in lists of their own, have none after them, and no tiles. Those of the others stand in the
+    // lists' order.
     let mut tiles = 0;
     for lists in view.list_heads.chunks_exact(view.n_workers as usize + 2) {
         for ends in lists[..=view.n_workers as usize].windows(2) {

@@ -6,22 +6,24 @@
 //! ```
 //! A body may be begun before its task's events have fired, and wait for them itself ([`Body::waits`]).
 //!
-//! Where a program has just-in-time tasks, every wait may end with one of these from the [queue](crate::queue) instead; the
-//! worker runs it and waits on. A program without takes no look at the queue.
+//! Where a program has just-in-time tasks, every wait may end with one of these from the [queue](crate::queue) instead;
+//! the worker runs it and waits on. A program without takes no look at the queue.
 //!
 //! # Why it neither hangs nor overtakes
 //! - *Order in an iteration.* The lists and events of a program are live (law 3, judged when the image is made): with
 //!   every worker resident, the earliest unfinished task in program order is always either running or next on its
-//!   worker's list with all its events fired, or just-in-time and launched, or about to be ([scheduler](crate::scheduler)).
-//! - *Flags.* A body may wait for numbers that other tasks [flag](perpetua_shared::flag), which no event tells. They are earlier in
-//!   program order and in no list behind it (the image's check runs the lists so), so the earliest unfinished task finds its own there.
+//!   worker's list with all its events fired, or just-in-time and launched, or about to be
+//!   ([scheduler](crate::scheduler)).
+//! - *Flags.* A body may wait for numbers that other tasks [flag](perpetua_shared::flag), which no event tells. They
+//!   are earlier in program order and in no list behind it (the image's check runs the lists so), so the earliest
+//!   unfinished task finds its own there.
 //! - *Just in time.* A worker that waits, be it for the event of its next task, for which the launched task may be what
 //!   is missing, or for the iteration's end, takes launched tasks meanwhile. So a launched task is left in the queue
 //!   only while all workers run others, which end.
 //! - *Between iterations.* `advance`, the last task, transitively waits on every other task of the program and on
 //!   `EVENT_ARRIVED`, which every worker triggers after it has read the step. So when it overwrites the step, everyone
-//!   has read the old one; when it triggers `EVENT_ITERATION`, no task of the iteration is unfinished. A task of the next
-//!   iteration starts after its worker has seen that trigger, hence after every task of this one: buffers need no
+//!   has read the old one; when it triggers `EVENT_ITERATION`, no task of the iteration is unfinished. A task of the
+//!   next iteration starts after its worker has seen that trigger, hence after every task of this one: buffers need no
 //!   ordering across iterations beyond it.
 //! - *Counters* are monotonic. In run `n` of a program (from 0) its event `e` fires at `(n + 1) * num_triggers(e)`
 //!   triggers; `n` is part of the step, so a worker holds no state of its own but the iteration number.
@@ -50,8 +52,8 @@ pub struct ImageView<'a> {
     pub waits: &'a [u32],
     /// Event ids.
     pub triggers: &'a [u32],
-    /// Row `p` (of `n_workers + 2` entries): where worker `w`'s list of program `p` starts, where that of its just-in-time
-    /// tasks does, and the end.
+    /// Row `p` (of `n_workers + 2` entries): where worker `w`'s list of program `p` starts, where that of its
+    /// just-in-time tasks does, and the end.
     pub list_heads: &'a [u32],
     /// Task ids: in execution order, and just-in-time tasks in program order.
     pub lists: &'a [u32],
@@ -92,8 +94,8 @@ impl<'a> ImageView<'a> {
     }
 }
 
-/// What the loop reads of an image. Slices in memory are one way to hold it; the GPU's is to fetch each section's address
-/// when it is wanted, since sixteen addresses kept in registers are registers the bodies do not have.
+/// What the loop reads of an image. Slices in memory are one way to hold it; the GPU's is to fetch each section's
+/// address when it is wanted, since sixteen addresses kept in registers are registers the bodies do not have.
 pub trait Image {
     /// A place in a worker's list.
     type Place: Copy;
@@ -177,9 +179,9 @@ impl<'a> Image for ImageView<'a> {
 
 /// Runs task bodies: a thread block's macro kernels on a GPU, the CPU bodies on a thread.
 pub trait Body {
-    /// Whether [`run`](Body::run) and [`skip`](Body::skip) are called before the next task's events have fired, and wait for them
-    /// themselves, by [`await_task`]; not if `may_take` a just-in-time task meanwhile. A body may wait in any case: once more costs a
-    /// look.
+    /// Whether [`run`](Body::run) and [`skip`](Body::skip) are called before the next task's events have fired, and
+    /// wait for them themselves, by [`await_task`]; not if `may_take` a just-in-time task meanwhile. A body may wait in
+    /// any case: once more costs a look.
     fn waits(&self, may_take: bool) -> bool {
         let _ = may_take;
         false
@@ -212,8 +214,8 @@ pub trait Body {
     /// The task that has just had its turn triggers nothing, so all who wait for it are this worker's later tasks.
     fn untold(&mut self) {}
 
-    /// Runs `task` in the pass `step`, iteration `iteration`. If the body [waits](Body::waits), then before it touches anything that another
-    /// task does.
+    /// Runs `task` in the pass `step`, iteration `iteration`. If the body [waits](Body::waits), then before it touches
+    /// anything that another task does.
     ///
     /// # Errors
     /// Whatever the macro kernel faults with; the loop adds the task and the worker.
@@ -309,8 +311,8 @@ pub fn await_task<I: Image, S: Sync>(
     await_next(image, Some(id.0), step, None, iteration, sync).map(drop)
 }
 
-/// Waits for the events of `next`, or, at the list's end, for that of the iteration; or until there is a just-in-time task
-/// to run first, which it returns.
+/// Waits for the events of `next`, or, at the list's end, for that of the iteration; or until there is a just-in-time
+/// task to run first, which it returns.
 fn await_next<I: Image, S: Sync>(
     image: &I,
     next: Option<u32>,

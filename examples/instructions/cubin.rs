@@ -1,4 +1,5 @@
-//! What ptxas makes of PTX: the machine code's instructions, the lines that they come from, and how long they have their warps wait.
+//! What ptxas makes of PTX: the machine code's instructions, the lines that they come from, and how long they have
+//! their warps wait.
 
 use gimli::{DebugLine, DebugLineOffset, LittleEndian};
 use object::read::elf::ElfFile64;
@@ -10,8 +11,9 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;
 use std::process::Command;
 
-/// Bytes of an instruction, and where among its bits stand, as every disassembly of sm_70 and later code that shows them has it, the cycles for which its
-/// warp waits, four bits; the scoreboard that its result uses, three bits, all of them set if none does; and those that it waits for, six.
+/// Bytes of an instruction, and where among its bits stand, as every disassembly of sm_70 and later code that shows
+/// them has it, the cycles for which its warp waits, four bits; the scoreboard that its result uses, three bits, all of
+/// them set if none does; and those that it waits for, six.
 const BYTES: usize = 16;
 const CYCLES_AT: u32 = 105;
 const USES_AT: u32 = 110;
@@ -52,7 +54,8 @@ fn read(cubin: &[u8], entry: &str) -> Result<Assembled, Box<dyn Error>> {
     let section = |name: &str| file.section_by_name(name).ok_or(format!("there is no {name}"));
     let code = section(&format!(".text.{entry}"))?;
     let (text, lines) = (code.data()?, section(LINES)?);
-    // Sequences of lines begin at an address that the linker would put in: at 0 for the entry, and beyond everything for others.
+    // Sequences of lines begin at an address that the linker would put in: at 0 for the entry, and beyond everything
+    // for others.
     let mut program = lines.data()?.to_vec();
     for (offset, relocation) in lines.relocations() {
         let RelocationTarget::Symbol(symbol) = relocation.target() else { continue };

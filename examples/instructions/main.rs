@@ -1,21 +1,27 @@
-//! Where a decoding step's instructions go: a model's PTX, run instruction by instruction on as many SMs as a GPU has, counted
-//! by the operator whose task a worker was at.
+//! Where a decoding step's instructions go: a model's PTX, run instruction by instruction on as many SMs as a GPU has,
+//! counted by the operator whose task a worker was at.
 //!
-//! `cargo run --release --example instructions -- MODEL_DIR [SMS [CONTEXT [OPERATOR]]] [prompt] [guesses=N] [behind=N] [code=KIB,CYCLES] [ptxas=PATH] [q8|q4]`; 132 SMs and a context of 1 unless told
-//! otherwise; with `q8` or `q4` of weights in 8 bits or 4; with `prompt` not the step's cycles, but those of the last pass that the first of the prompt's programs makes; with `guesses` those of a pass that verifies so many of the context's last tokens; with `behind` that context stands behind so many positions, which nobody
-//! has read: zeros. `perpetua synth` makes a folder of the sizes you want; a layer or two say what there is to see.
+//! `cargo run --release --example instructions -- MODEL_DIR [SMS [CONTEXT [OPERATOR]]] [prompt] [guesses=N] [behind=N]
+//! [code=KIB,CYCLES] [ptxas=PATH] [q8|q4]`; 132 SMs and a context of 1 unless told otherwise; with `q8` or `q4` of
+//! weights in 8 bits or 4; with `prompt` not the step's cycles, but those of the last pass that the first of the
+//! prompt's programs makes; with `guesses` those of a pass that verifies so many of the context's last tokens; with
+//! `behind` that context stands behind so many positions, which nobody has read: zeros. `perpetua synth` makes a folder
+//! of the sizes you want; a layer or two say what there is to see.
 //!
 //! What is counted is the last step, whose code has been fetched by those before it.
 //!
-//! The figure to read is *cycles*: from one of the block's barriers to the next, how long the slowest warp takes by the pipelines'
-//! latencies (`ptx/src/pipeline.rs`). *Ahead* is what the fastest does before the barriers that end waits, and what a warp does
-//! before it looks for a row, so while others are waited for. Issue slots, beside them, are what a scheduler would spend on warp 1, and on all of them. Below, what the cycles go by:
-//! what the slowest warp waits for; `code` is lines of code that the SM does not hold, of which it holds so many KiB and waits for each so many cycles (64 and 50
-//! unless told otherwise; `code=0,0`: none is waited for). *Code* is how much of the entry an operator's tasks run, *so far* with those before it: what instruction
-//! caches should hold. With an operator's name, or its end, the lines of PTX at which it waits longest, and those that it runs.
+//! The figure to read is *cycles*: from one of the block's barriers to the next, how long the slowest warp takes by the
+//! pipelines' latencies (`ptx/src/pipeline.rs`). *Ahead* is what the fastest does before the barriers that end waits,
+//! and what a warp does before it looks for a row, so while others are waited for. Issue slots, beside them, are what a
+//! scheduler would spend on warp 1, and on all of them. Below, what the cycles go by: what the slowest warp waits for;
+//! `code` is lines of code that the SM does not hold, of which it holds so many KiB and waits for each so many cycles
+//! (64 and 50 unless told otherwise; `code=0,0`: none is waited for). *Code* is how much of the entry an operator's
+//! tasks run, *so far* with those before it: what instruction caches should hold. With an operator's name, or its end,
+//! the lines of PTX at which it waits longest, and those that it runs.
 //!
-//! With `ptxas=PATH` the machine code that this ptxas makes is what counts: its instructions' order, the waits that stand in it, and its lines of code, which is nearer to what a
-//! chip does (`docs/cycles.md`); issue slots are the PTX's still. Without, an instruction of the PTX is one of machine code, and waits for what it reads alone.
+//! With `ptxas=PATH` the machine code that this ptxas makes is what counts: its instructions' order, the waits that
+//! stand in it, and its lines of code, which is nearer to what a chip does (`docs/cycles.md`); issue slots are the
+//! PTX's still. Without, an instruction of the PTX is one of machine code, and waits for what it reads alone.
 
 mod cubin;
 

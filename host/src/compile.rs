@@ -1,5 +1,5 @@
-//! From kernel graphs to an image: the list of stages, readable top to bottom. `plan` has those of one program, `link` makes one
-//! image of all.
+//! From kernel graphs to an image: the list of stages, readable top to bottom. `plan` has those of one program, `link`
+//! makes one image of all.
 
 mod link;
 
@@ -170,8 +170,8 @@ impl Config {
     }
 }
 
-/// Compiles `sources` into one image. The stages of each program are those of `plan`, in order:
-/// kernel graph → thread-block graph → tasks and events → worker lists → arena → loaders' plans → (checks); then one image of all.
+/// Compiles `sources` into one image. The stages of each program are those of `plan`, in order: kernel graph →
+/// thread-block graph → tasks and events → worker lists → arena → loaders' plans → (checks); then one image of all.
 /// Programs know nothing of each other before the image, so they are compiled side by side.
 ///
 /// # Errors
@@ -237,7 +237,8 @@ fn check_launches(blocks: &ThreadBlockGraph, tasks: &TaskGraph) -> Result<(), Co
     Ok(())
 }
 
-/// The most bytes, and the most flops, that the tasks of a pass may sum to: days of any machine, and sums of both stay inside 64 bits.
+/// The most bytes, and the most flops, that the tasks of a pass may sum to: days of any machine, and sums of both stay
+/// inside 64 bits.
 const MAX_PASS_COST: u64 = 1 << 62;
 
 fn check_costs(blocks: &ThreadBlockGraph, tasks: &TaskGraph, costs: &[Cost]) -> Result<(), CompileError> {
@@ -394,7 +395,8 @@ fn tiles_of(
     Ok(plan)
 }
 
-/// Judges `program` by checkers that share no code with what made it; `by_events` are its blocks without what is flagged.
+/// Judges `program` by checkers that share no code with what made it; `by_events` are its blocks without what is
+/// flagged.
 fn judge(program: &Program, by_events: &ThreadBlockGraph, target: &Target) -> Result<(), CompileError> {
     let check = |blocks: &ThreadBlockGraph, tasks: &TaskGraph| {
         task::check(blocks, tasks, Some(&program.lists)).map_err(CompileError::Dependencies)

@@ -20,7 +20,8 @@ pub struct DeviceImage {
 /// Code that a driver loads.
 #[derive(Debug)]
 pub struct DeviceModule {
-    /// What is launched of it: [`launch::ENTRY`](perpetua_shared::launch::ENTRY) or [`launch::OPERATOR`](perpetua_shared::launch::OPERATOR).
+    /// What is launched of it: [`launch::ENTRY`](perpetua_shared::launch::ENTRY) or
+    /// [`launch::OPERATOR`](perpetua_shared::launch::OPERATOR).
     pub entry: &'static str,
     ptx: Deflated,
     cubin: Option<Deflated>,
@@ -64,14 +65,15 @@ fn cuda_of_ptxas(words: &str) -> Option<(u32, u32)> {
 }
 
 /// The device image; `None` when this library was built without a device toolchain (`./x setup` installs one).
-// A static and no part of its callers: who has a copy of this function, as programs that link the library may, would have one of the image.
+// A static and no part of its callers: who has a copy of this function, as programs that link the library may, would
+// have one of the image.
 pub fn device_image() -> Option<&'static DeviceImage> {
     static IMAGE: Option<DeviceImage> = include!(concat!(env!("OUT_DIR"), "/device_image.rs"));
     IMAGE.as_ref()
 }
 
-/// Each macro kernel as an entry of its own, `perpetua_kernel_` and its module's name, as PTX: to read and to count in. Nothing
-/// launches them.
+/// Each macro kernel as an entry of its own, `perpetua_kernel_` and its module's name, as PTX: to read and to count in.
+/// Nothing launches them.
 pub fn device_kernels() -> Option<&'static str> {
     static KERNELS: Option<Deflated> = include!(concat!(env!("OUT_DIR"), "/device_kernels.rs"));
     KERNELS.as_ref().map(Deflated::text)

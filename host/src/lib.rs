@@ -1,7 +1,7 @@
 //! perpetua compiles a tensor program into one persistent kernel of tasks and events, and runs it.
 //!
-//! A model becomes a kernel graph, each operator is cut into a thread-block graph, blocks become tasks joined by events,
-//! tasks get workers, times and addresses, all of it is written as one image, and an executor runs the image.
+//! A model becomes a kernel graph, each operator is cut into a thread-block graph, blocks become tasks joined by
+//! events, tasks get workers, times and addresses, all of it is written as one image, and an executor runs the image.
 
 // Where it is allowed, each block carries its proof.
 #![deny(unsafe_code)]

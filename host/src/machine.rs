@@ -1,5 +1,5 @@
-//! The numbers a program is cut, planned and predicted with, per kind of machine: this is the one place they stand. Every stage
-//! may use them, so they use none.
+//! The numbers a program is cut, planned and predicted with, per kind of machine: this is the one place they stand.
+//! Every stage may use them, so they use none.
 //!
 //! Each says where it comes from.
 
@@ -12,28 +12,30 @@ pub(crate) mod part {
     pub(crate) const START: u64 = 1200;
     /// Sums that it finishes in a cycle.
     pub(crate) const SUMS: u64 = 6;
-    /// Of 64 columns: what all wait for, and what as many rows as are brought at a time take the warps that copy. In parts of 64 by 64
-    /// or smaller, of which two times 64 columns make a step, and in others.
+    /// Of 64 columns: what all wait for, and what as many rows as are brought at a time take the warps that copy. In
+    /// parts of 64 by 64 or smaller, of which two times 64 columns make a step, and in others.
     pub(crate) const NARROW: [u64; 2] = [50, 19];
     /// See [`NARROW`].
     pub(crate) const WIDE: [u64; 2] = [100, 30];
     /// Rows that the warps that copy bring at a time.
     pub(crate) const ROWS_AT_ONCE: u64 = 12;
-    /// What a row of weights in 8 bits takes them more, of 64 columns, until it is bf16: so many cycles of so many rows.
+    /// What a row of weights in 8 bits takes them more, of 64 columns, until it is bf16: so many cycles of so many
+    /// rows.
     pub(crate) const EIGHTS: [u64; 2] = [10, 3];
     /// Likewise in 4 bits.
     pub(crate) const FOURS: [u64; 2] = [15, 3];
-    /// Columns of the weights that it copies before its task's events have fired: of parts of up to 64 columns, of others of up to 64 rows, of all others.
+    /// Columns of the weights that it copies before its task's events have fired: of parts of up to 64 columns, of
+    /// others of up to 64 rows, of all others.
     pub(crate) const EARLY: [u64; 3] = [768, 256, 128];
     /// Multiplications and additions that the tensor cores do in a cycle.
     pub(crate) const PRODUCTS: u64 = 2048;
 }
 
-/// Rows of weights of which a tile has as many at least beside bodies that take memory for several rows of activations: these are read from shared memory
-/// for each two tiles' rows anew.
+/// Rows of weights of which a tile has as many at least beside bodies that take memory for several rows of activations:
+/// these are read from shared memory for each two tiles' rows anew.
 ///
-/// PERF: with a row a tile `down` of Llama-3.2-1B took 29,400 cycles of 4 rows, with two 16,800; of Qwen3-8B, one a tile, 84,000, as with many rows 37,600
-/// (docs/cycles.md).
+/// PERF: with a row a tile `down` of Llama-3.2-1B took 29,400 cycles of 4 rows, with two 16,800; of Qwen3-8B, one a
+/// tile, 84,000, as with many rows 37,600 (docs/cycles.md).
 pub(crate) const LEAST_ROWS: u64 = 2;
 
 /// Where bodies end, tiles begin at a multiple of this.
@@ -52,14 +54,15 @@ pub struct Machine {
     pub tile_bytes: u64,
     /// What the tiles of a step may be together, one of each matrix that a kernel takes a tile of.
     pub step_bytes: u64,
-    /// What the rows of a step may be, one of each matrix, to be a tile each although they are longer. Longer ones come in pieces.
+    /// What the rows of a step may be, one of each matrix, to be a tile each although they are longer. Longer ones come
+    /// in pieces.
     pub row_bytes: u64,
     /// Rows that a body multiplies at once: a tile of more of them has a multiple.
     pub rows_at_once: u64,
     /// Barriers for copies in flight or not yet used.
     pub n_barriers: u32,
-    /// What of the cache that all workers share one may have asked for without having begun the task that reads it, where nothing comes in
-    /// tiles.
+    /// What of the cache that all workers share one may have asked for without having begun the task that reads it,
+    /// where nothing comes in tiles.
     pub near_ahead_bytes: u64,
     /// Bytes per second of memory bandwidth that one worker has while all stream.
     pub bytes_per_s: f64,
@@ -75,10 +78,11 @@ pub struct Machine {
     pub flops_per_s: f64,
     /// From the last trigger of an event to a waiting task's start on another worker.
     pub hop_s: f64,
-    /// From a [flagged](perpetua_shared::flag) row's last element to a waiting task's having read it, on another worker.
+    /// From a [flagged](perpetua_shared::flag) row's last element to a waiting task's having read it, on another
+    /// worker.
     pub flag_hop_s: f64,
-    /// From the last trigger of a just-in-time task's events to its start on a worker that waits: a scheduler sees the event, and
-    /// the worker the queue.
+    /// From the last trigger of a just-in-time task's events to its start on a worker that waits: a scheduler sees the
+    /// event, and the worker the queue.
     pub dispatch_s: f64,
     /// What a task does before it has to have its events, while it waits for them if it waits.
     pub early_s: f64,
@@ -87,15 +91,17 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// One SM of an H200. 227 KiB of shared memory a block, 19 KiB of it kept back, so that 208 KiB remain, in tiles of up to
-    /// 32 KiB and of eights of rows, as a tensor core's product takes them: with fewer a worker spends more on taking tiles than it can, with
-    /// more the last one is waited for longer; a longer row whole, if a body may hold one while the next is on its way and as much again;
-    /// 96 KiB an SM, 12.7 MB in all, of 50 MB of L2, in which the tasks at work have as much again, and activations.
+    /// One SM of an H200. 227 KiB of shared memory a block, 19 KiB of it kept back, so that 208 KiB remain, in tiles of
+    /// up to 32 KiB and of eights of rows, as a tensor core's product takes them: with fewer a worker spends more on
+    /// taking tiles than it can, with more the last one is waited for longer; a longer row whole, if a body may hold
+    /// one while the next is on its way and as much again; 96 KiB an SM, 12.7 MB in all, of 50 MB of L2, in which the
+    /// tasks at work have as much again, and activations.
     ///
-    /// Measured (tests/records/h200-2026-11-27): 4.73 TB/s from memory over 132 SMs; 0.7 us from a trigger to another worker's seeing it, 1.23
-    /// until that has read a row; 0.54 by flags; a dispatch is a trigger to a scheduler and a row from there. Counted (docs/cycles.md, machine code,
-    /// at 1.98 GHz): tiles at 42 bytes a cycle; weights in 4 bits at 17.6, by the PTX; what attention and merges read out of L2 at 22; 1,050 cycles
-    /// of a task before its events and 1,450 after. Assumed: 0.8 us from request to arrival; 6 TFLOP/s dense bf16.
+    /// Measured (tests/records/h200-2026-11-27): 4.73 TB/s from memory over 132 SMs; 0.7 us from a trigger to another
+    /// worker's seeing it, 1.23 until that has read a row; 0.54 by flags; a dispatch is a trigger to a scheduler and a
+    /// row from there. Counted (docs/cycles.md, machine code, at 1.98 GHz): tiles at 42 bytes a cycle; weights in 4
+    /// bits at 17.6, by the PTX; what attention and merges read out of L2 at 22; 1,050 cycles of a task before its
+    /// events and 1,450 after. Assumed: 0.8 us from request to arrival; 6 TFLOP/s dense bf16.
     pub const H200: Machine = Machine {
         shared_bytes: SHARED_BYTES as u64,
         reserve_bytes: BEFORE_TILES_BYTES as u64,
@@ -119,10 +125,9 @@ impl Machine {
         task_s: 0.73e-6,
     };
 
-    /// One core of a cloud CPU with AVX-512: half its 2 MiB of L2 cache as the distance software prefetch may run ahead, and no other cache
-    /// to ask;
-    /// 16.5 GB/s from memory, three times that from the cache; 100 GFLOP/s; 0.2 us a hop, and as much a dispatch, since who waits
-    /// is the scheduler.
+    /// One core of a cloud CPU with AVX-512: half its 2 MiB of L2 cache as the distance software prefetch may run
+    /// ahead, and no other cache to ask; 16.5 GB/s from memory, three times that from the cache; 100 GFLOP/s; 0.2 us a
+    /// hop, and as much a dispatch, since who waits is the scheduler.
     pub const CPU: Machine = Machine {
         shared_bytes: 2 << 20,
         reserve_bytes: 1 << 20,
@@ -151,8 +156,9 @@ impl Machine {
         self.shared_bytes - self.reserve_bytes - self.bodies_bytes
     }
 
-    /// The same machine, whose tiles leave so much to bodies: of what they have left a step's are a third at most, so that some may be held while the next
-    /// are on their way. None, if that would be no room for [`LEAST_ROWS`] rows of `row_bytes`, all matrices'.
+    /// The same machine, whose tiles leave so much to bodies: of what they have left a step's are a third at most, so
+    /// that some may be held while the next are on their way. None, if that would be no room for [`LEAST_ROWS`] rows of
+    /// `row_bytes`, all matrices'.
     pub fn beside(self, bodies_bytes: u64, row_bytes: u64) -> Option<Machine> {
         let bodies_bytes = bodies_bytes.next_multiple_of(TILES_BEGIN_AT);
         if self.reserve_bytes + bodies_bytes + 3 * LEAST_ROWS * row_bytes > self.shared_bytes {

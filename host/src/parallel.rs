@@ -37,8 +37,8 @@ pub(crate) fn both<T: Send, U>(f: impl FnOnce() -> T + Send, g: impl FnOnce() ->
     (f, g)
 }
 
-/// `f` of every item and its number, on as many threads as there are cores, as long as each has `least` items, which should take longer than
-/// it takes to start a thread; the results in the items' order.
+/// `f` of every item and its number, on as many threads as there are cores, as long as each has `least` items, which
+/// should take longer than it takes to start a thread; the results in the items' order.
 pub(crate) fn side_by_side<T: Send, U: Send>(items: Vec<T>, least: usize, f: impl Fn(usize, T) -> U + Sync) -> Vec<U> {
     let n_threads = std::thread::available_parallelism().map_or(1, usize::from).min(items.len() / least);
     if n_threads <= 1 {

@@ -1,8 +1,10 @@
-//! What ptxas makes of PTX, as far as cycles are concerned: the instructions' order, and how long each has its warp wait.
+//! What ptxas makes of PTX, as far as cycles are concerned: the instructions' order, and how long each has its warp
+//! wait.
 //!
-//! Machine code of sm_90 waits by numbers that the assembler writes into it, for all that takes as long always, and for the rest by six scoreboards: a load
-//! names the one that it uses, and whatever reads it, or is to stand behind it, that it waits for this one, that is for all loads that use it. It has other
-//! instructions than the PTX, in another order, but says which line each comes from (`ptxas -lineinfo`).
+//! Machine code of sm_90 waits by numbers that the assembler writes into it, for all that takes as long always, and for
+//! the rest by six scoreboards: a load names the one that it uses, and whatever reads it, or is to stand behind it,
+//! that it waits for this one, that is for all loads that use it. It has other instructions than the PTX, in another
+//! order, but says which line each comes from (`ptxas -lineinfo`).
 
 use super::decode::Instruction;
 
@@ -23,7 +25,8 @@ pub struct MachineInstruction {
     pub line: u32,
     /// Cycles until its warp may issue the next one.
     pub cycles: u32,
-    /// The scoreboards, a bit each of [`SCOREBOARDS`], that it waits for before it issues: until all that uses them has come.
+    /// The scoreboards, a bit each of [`SCOREBOARDS`], that it waits for before it issues: until all that uses them has
+    /// come.
     pub waits: u8,
     /// The one that its result uses until it comes, likewise; 0: it takes as long as always.
     pub uses: u8,
@@ -32,7 +35,8 @@ pub struct MachineInstruction {
 /// Scoreboards of a warp.
 pub const SCOREBOARDS: usize = 6;
 
-/// What an instruction of the PTX is in machine code; of PTX that has not been assembled, in which line of code it would be.
+/// What an instruction of the PTX is in machine code; of PTX that has not been assembled, in which line of code it
+/// would be.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Placed {
     /// Machine instructions, and the cycles for which the warp waits after them, together.

@@ -207,8 +207,8 @@ pub(super) enum Op {
 }
 
 impl Op {
-    /// Whether it is `.aligned`: behind a condition it may be where all lanes of the warp find the same, and else nowhere. What is `.sync` alone waits for
-    /// lanes that come by different ways.
+    /// Whether it is `.aligned`: behind a condition it may be where all lanes of the warp find the same, and else
+    /// nowhere. What is `.sync` alone waits for lanes that come by different ways.
     pub(super) fn is_aligned(&self) -> bool {
         use Op::*;
         matches!(

@@ -1,19 +1,21 @@
-//! PTX run instruction by instruction on a machine without a GPU: what rustc, LLVM and our own assembly made of the kernels,
-//! where perpetua's simulated GPU (`perpetua_device::simt`) runs their source.
+//! PTX run instruction by instruction on a machine without a GPU: what rustc, LLVM and our own assembly made of the
+//! kernels, where perpetua's simulated GPU (`perpetua_device::simt`) runs their source.
 //!
 //! ```text
 //! text ─parse─▶ statements ─decode─▶ instructions, registers as rows of 32 lanes ─machine─▶ memory as the kernel leaves it
 //! ```
 //!
-//! Semantics are those of the PTX ISA reference, version 8.6, for the instructions that the kernels are made of; another one is
-//! an error that names it. Nothing here is shared with the simulated GPU: fragment layouts, matrix descriptors, barriers' phases
-//! and copies are read a second time from the reference, so that an error in the one shows against the other.
+//! Semantics are those of the PTX ISA reference, version 8.6, for the instructions that the kernels are made of;
+//! another one is an error that names it. Nothing here is shared with the simulated GPU: fragment layouts, matrix
+//! descriptors, barriers' phases and copies are read a second time from the reference, so that an error in the one
+//! shows against the other.
 //!
-//! Lanes of a warp run together where they can and part where they must, in an order that a seed decides; warps and blocks take
-//! turns by it too. Copies land late; a warpgroup's sums are not there before they are waited for. What is checked: every
-//! address against the launch's memory, and its alignment; that all lanes an instruction names come to that same instruction
-//! (barriers that the compiler copied stop here); barriers' counts and phases; that somebody can go on. What is not: races
-//! and the order of memory accesses, which are one after another here; the simulated GPU judges those.
+//! Lanes of a warp run together where they can and part where they must, in an order that a seed decides; warps and
+//! blocks take turns by it too. Copies land late; a warpgroup's sums are not there before they are waited for. What is
+//! checked: every address against the launch's memory, and its alignment; that all lanes an instruction names come to
+//! that same instruction (barriers that the compiler copied stop here); barriers' counts and phases; that somebody can
+//! go on. What is not: races and the order of memory accesses, which are one after another here; the simulated GPU
+//! judges those.
 //!
 //! ```
 //! use perpetua_ptx::{Launch, Memory, Module};

@@ -1,10 +1,11 @@
 //! Blocks, warps and lanes, and who runs next.
 //!
-//! A warp's lanes are in parts: lanes at the same instruction. A part runs until it comes to another part's place, where they
-//! become one, to a branch that parts its lanes, to where these meet again, to an instruction whose lanes are not all here, or to
-//! the end of its turn. Lanes that a branch has parted meet at its post-dominator, as on a chip; of several parts the one that
-//! is furthest behind runs. Most of the time: a seed decides when it is otherwise, and all the rest. What is for aligned lanes must not lie
-//! between the branch that has parted them and where they meet again.
+//! A warp's lanes are in parts: lanes at the same instruction. A part runs until it comes to another part's place,
+//! where they become one, to a branch that parts its lanes, to where these meet again, to an instruction whose lanes
+//! are not all here, or to the end of its turn. Lanes that a branch has parted meet at its post-dominator, as on a
+//! chip; of several parts the one that is furthest behind runs. Most of the time: a seed decides when it is otherwise,
+//! and all the rest. What is for aligned lanes must not lie between the branch that has parted them and where they meet
+//! again.
 
 use super::assembled::Assembled;
 use super::decode::{
@@ -55,15 +56,16 @@ pub struct Launch<'a> {
     pub stray: u64,
     /// What the clock says at first.
     pub began_ns: u64,
-    /// Words that the kernel writes to say what its blocks are at, see [`Report::phases`]: address and number. With none, nothing
-    /// is counted.
+    /// Words that the kernel writes to say what its blocks are at, see [`Report::phases`]: address and number. With
+    /// none, nothing is counted.
     pub marks: Option<Marks<'a>>,
     /// Instructions of warps after which it is given up; `u64::MAX`: never.
     pub most_instructions: u64,
 }
 
 impl Default for Launch<'_> {
-    /// One block of a warp, of no entry and without parameters, which may take as long as it likes; lanes stray now and then.
+    /// One block of a warp, of no entry and without parameters, which may take as long as it likes; lanes stray now and
+    /// then.
     fn default() -> Self {
         Launch {
             entry: "",
@@ -91,19 +93,20 @@ pub struct Report {
     pub copies: u64,
     /// What the clock says at the end.
     pub ended_ns: u64,
-    /// For each value that a block wrote to one of [`Launch::marks`]: the issue slots that each of its warps took until it wrote
-    /// another, of all blocks together; of a block that writes it again those of the last time.
+    /// For each value that a block wrote to one of [`Launch::marks`]: the issue slots that each of its warps took until
+    /// it wrote another, of all blocks together; of a block that writes it again those of the last time.
     pub phases: BTreeMap<u32, Vec<u64>>,
-    /// Likewise, how many cycles it took, see `pipeline.rs`: from one barrier 0 to the next those of the slowest warp; and, apart,
-    /// what the fastest did before one that votes, until which some warp asks again and again for what others do, or a warp before it
-    /// looked for what others write.
+    /// Likewise, how many cycles it took, see `pipeline.rs`: from one barrier 0 to the next those of the slowest warp;
+    /// and, apart, what the fastest did before one that votes, until which some warp asks again and again for what
+    /// others do, or a warp before it looked for what others write.
     pub cycles: BTreeMap<u32, [u64; 2]>,
-    /// Likewise, where the first of these cycles went: until the instruction of the first line could issue, waiting for what that
-    /// of the second makes; 0 for the second where it waited for its turn, and for both at barriers.
+    /// Likewise, where the first of these cycles went: until the instruction of the first line could issue, waiting for
+    /// what that of the second makes; 0 for the second where it waited for its turn, and for both at barriers.
     pub spent: BTreeMap<u32, BTreeMap<(u32, u32), u64>>,
     /// Likewise of those that were ahead.
     pub spent_ahead: BTreeMap<u32, BTreeMap<(u32, u32), u64>>,
-    /// Likewise, which lines of the entry's code ran, 128 bytes each (see `pipeline.rs`): bit `i % 64` of word `i / 64` is that of the `i`th.
+    /// Likewise, which lines of the entry's code ran, 128 bytes each (see `pipeline.rs`): bit `i % 64` of word `i / 64`
+    /// is that of the `i`th.
     pub code: BTreeMap<u32, Vec<u64>>,
     /// With which line of the PTX each line of code begins, where anything is counted.
     pub code_lines: Vec<u32>,
@@ -415,7 +418,8 @@ pub(super) struct Machine<'a> {
     marked: Vec<BTreeSet<u32>>,
     /// Issue slots so far.
     issues: u64,
-    /// Of each block, what it was at between the last two of its barriers 0, unless the second voted, and how that went.
+    /// Of each block, what it was at between the last two of its barriers 0, unless the second voted, and how that
+    /// went.
     before: Vec<Option<(u32, Stretch)>>,
     /// If anything is counted.
     pipeline: Option<Pipeline>,
@@ -446,8 +450,8 @@ enum Next {
 const TURN: u64 = 192;
 /// Turns until a bulk copy lands at most.
 const FLIGHT: u64 = 256;
-/// Turns of each warp in which nothing changes until time leaps, and how far in each turn then: everybody asks for something, and
-/// what ends that is their patience.
+/// Turns of each warp in which nothing changes until time leaps, and how far in each turn then: everybody asks for
+/// something, and what ends that is their patience.
 const IDLE: u64 = 64;
 /// Instructions after which a warp that has asked for nothing computes something: loops that poll ask far sooner.
 const BUSY: u64 = 1000;
@@ -961,7 +965,8 @@ impl Machine<'_> {
                 }
                 self.blocks[b].warps[w].set_pred(*to, lanes, over);
                 if over != lanes {
-                    // As on a chip, who asks in vain is suspended for a little: those it waits for have the turns meanwhile.
+                    // As on a chip, who asks in vain is suspended for a little: those it waits for have the turns
+                    // meanwhile.
                     return Ok(Next::Sleep(1 + self.random(NAP_NS)));
                 }
             }
@@ -1076,7 +1081,8 @@ impl Machine<'_> {
         }
     }
 
-    /// Block `b` has written `mark`. What has been counted of an earlier time is forgotten, in which there was code to fetch, perhaps, that is held now.
+    /// Block `b` has written `mark`. What has been counted of an earlier time is forgotten, in which there was code to
+    /// fetch, perhaps, that is held now.
     fn mark(&mut self, b: usize, mark: u32) {
         if std::mem::replace(&mut self.marks[b], mark) != mark && !self.marked[b].insert(mark) {
             self.report.phases.remove(&mark);
@@ -1250,7 +1256,8 @@ impl Machine<'_> {
             if id == 0 {
                 let mark = self.marks[b];
                 match (vote.is_some(), self.before[b].take()) {
-                    // What stands before a task's wait is done while others are waited for, and begins before the block says where it is.
+                    // What stands before a task's wait is done while others are waited for, and begins before the block
+                    // says where it is.
                     (true, before) => {
                         let ahead = before.map_or(0, |(_, before)| before.cycles);
                         self.report.cycles.entry(mark).or_default()[1] += stretch.cycles + ahead;

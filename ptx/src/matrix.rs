@@ -6,9 +6,10 @@
 //! b, 16 x 8    b0 rows 2t and 2t + 1, column g;   b1 rows + 8
 //! c, 16 x 8    c0, c1 row g, columns 2t, 2t + 1;  c2, c3 row g + 8
 //! ```
-//! Of bytes a register holds four, and what is said of columns 2t and 2t + 1 of `a`, and of rows of `b`, holds of 4t to 4t + 3, with 16 for 8.
-//! (PTX ISA, "Matrix Fragments for mma.m16n8k16" and "mma.m16n8k32"; of a warpgroup "Register Fragments and Shared Memory Matrix Layouts", whose
-//! warp w has rows 16w to 16w + 15 of the sums, and eight columns every four registers.)
+//! Of bytes a register holds four, and what is said of columns 2t and 2t + 1 of `a`, and of rows of `b`, holds of 4t to
+//! 4t + 3, with 16 for 8. (PTX ISA, "Matrix Fragments for mma.m16n8k16" and "mma.m16n8k32"; of a warpgroup "Register
+//! Fragments and Shared Memory Matrix Layouts", whose warp w has rows 16w to 16w + 15 of the sums, and eight columns
+//! every four registers.)
 
 use super::decode::{Op, Slot};
 use super::machine::{ALL, Block, Machine, WARP};

@@ -1,25 +1,26 @@
 //! How many cycles a block takes between its barriers, as far as its instructions decide.
 //!
-//! An instruction issues when what it reads is there; its result is there a latency later. Those without a branch or barrier
-//! between them issue in whatever order their operands allow, since ptxas has ordered them: one a cycle, and accesses to
-//! memory not before the stores in front of them. Nothing issues before the branch in front of it. A warp's way from barrier to
-//! barrier is thus what its longest chain takes or, if that is more, what issuing takes; four warp schedulers issue for the block, and
-//! one path to shared memory moves 128 bytes a cycle for all its warps.
+//! An instruction issues when what it reads is there; its result is there a latency later. Those without a branch or
+//! barrier between them issue in whatever order their operands allow, since ptxas has ordered them: one a cycle, and
+//! accesses to memory not before the stores in front of them. Nothing issues before the branch in front of it. A warp's
+//! way from barrier to barrier is thus what its longest chain takes or, if that is more, what issuing takes; four warp
+//! schedulers issue for the block, and one path to shared memory moves 128 bytes a cycle for all its warps.
 //!
-//! A warp that looks whether others have written what it wants (a relaxed load), for the first time since a barrier or after it
-//! has slept, begins anew there: what it did before, it did while they worked, *ahead*.
+//! A warp that looks whether others have written what it wants (a relaxed load), for the first time since a barrier or
+//! after it has slept, begins anew there: what it did before, it did while they worked, *ahead*.
 //!
-//! An instruction that the [cache](InstructionCache) does not hold is waited for, by the warp that comes to it first, and by others until it is
-//! there.
+//! An instruction that the [cache](InstructionCache) does not hold is waited for, by the warp that comes to it first,
+//! and by others until it is there.
 //!
-//! What this leaves out: ptxas has fewer registers than PTX, and moves instructions across branches too; copies have landed and
-//! whatever global loads want is in L2. So it says which of two programs is shorter and where one spends its time, and
-//! is a lower bound rather than a forecast.
+//! What this leaves out: ptxas has fewer registers than PTX, and moves instructions across branches too; copies have
+//! landed and whatever global loads want is in L2. So it says which of two programs is shorter and where one spends its
+//! time, and is a lower bound rather than a forecast.
 //!
-//! Of [machine code](Assembled) its own instructions issue, in their order, each after the cycles that the assembler has put behind the one before; loads,
-//! shuffles and special functions are waited for where it says so, which is not only where they are read. Tensor cores then take as long for a product as one warp's products do; those of a warpgroup
-//! are made one after the other, and waited for where the code says so. That knows ptxas's
-//! registers, moves and order; still not copies' way into shared memory, and what takes and releases tiles (`docs/cycles.md`).
+//! Of [machine code](Assembled) its own instructions issue, in their order, each after the cycles that the assembler
+//! has put behind the one before; loads, shuffles and special functions are waited for where it says so, which is not
+//! only where they are read. Tensor cores then take as long for a product as one warp's products do; those of a
+//! warpgroup are made one after the other, and waited for where the code says so. That knows ptxas's registers, moves
+//! and order; still not copies' way into shared memory, and what takes and releases tiles (`docs/cycles.md`).
 
 use super::assembled::{Assembled, LINE, Placed, SCOREBOARDS, place};
 use super::decode::{Access, Instruction, Op, Pc, Pred, Slot, Space};
@@ -51,7 +52,8 @@ const SHARED: u32 = 29;
 const L2: u32 = 270;
 const SHUFFLE: u32 = 24;
 const PRODUCT: Cost = cost(2, 33);
-/// For how long a scheduler's tensor core has such a product, of machine code: measurements of the H100 have 62 % of its rate for a warp's products.
+/// For how long a scheduler's tensor core has such a product, of machine code: measurements of the H100 have 62 % of
+/// its rate for a warp's products.
 const KEEPS: u64 = 7;
 /// Of a product of 64 x n by sixteen columns so many n's a cycle, at 4096 flops a cycle and SM.
 const GROUP_COLUMNS: u64 = 2;
@@ -278,7 +280,8 @@ struct Clock {
     issues_since: u64,
     accesses_since: u64,
     products_since: u64,
-    /// When the tensor cores have made what it has asked for as part of a warpgroup, and each group of it that is under way.
+    /// When the tensor cores have made what it has asked for as part of a warpgroup, and each group of it that is under
+    /// way.
     multiplied: u64,
     groups: VecDeque<u64>,
     /// Instructions since the last branch, with their accesses to shared memory, where machine code has another order.
@@ -288,8 +291,8 @@ struct Clock {
     spent_ahead: Vec<Spent>,
     /// It asks whether an mbarrier's phase is over, and it is not: what it does until then is waiting.
     waits: bool,
-    /// Whether it has looked for what others write since the last barrier, and between that and the one before, and what it did
-    /// until it looked last.
+    /// Whether it has looked for what others write since the last barrier, and between that and the one before, and
+    /// what it did until it looked last.
     looks: [bool; 2],
     ahead: u64,
 }
@@ -313,7 +316,8 @@ pub(super) const CODE: Pc = Pc::MAX - 1;
 pub(super) struct Stretch {
     /// How long it took, see [`Pipeline::meet`].
     pub(super) cycles: u64,
-    /// Whether warps looked for what others write, for the first time since the barrier before, and how long they took until then.
+    /// Whether warps looked for what others write, for the first time since the barrier before, and how long they took
+    /// until then.
     pub(super) looks: bool,
     pub(super) ahead: u64,
     /// What the slowest warp spent them on, and what was ahead.
@@ -327,7 +331,8 @@ impl Clock {
         (self.since, self.latest, self.issues) = (at, at, 0);
     }
 
-    /// What it has done since the last barrier it did while others were waited for; it `counts` unless that was to look once more.
+    /// What it has done since the last barrier it did while others were waited for; it `counts` unless that was to look
+    /// once more.
     fn put_aside(&mut self, counts: bool) {
         let now = self.now();
         self.ahead += if counts { now - self.barrier } else { 0 };
@@ -363,7 +368,8 @@ pub(super) struct Pipeline {
     /// Where in the code each instruction is and, if that is machine code, what it is there.
     placed: Vec<Placed>,
     is_assembled: bool,
-    /// Of machine code: how long each one's result takes, if that is for its readers to wait for; and how long it keeps the tensor cores.
+    /// Of machine code: how long each one's result takes, if that is for its readers to wait for; and how long it keeps
+    /// the tensor cores.
     latencies: Vec<Option<u64>>,
     products: Vec<u64>,
     of_groups: Vec<OfGroup>,
@@ -403,7 +409,8 @@ fn boards(of: u8) -> impl Iterator<Item = usize> {
 /// Warp schedulers of an SM.
 const SCHEDULERS: usize = 4;
 
-/// In which line of code each instruction of `code` is, and how many lines there are, if what issues has sixteen bytes and all else none.
+/// In which line of code each instruction of `code` is, and how many lines there are, if what issues has sixteen bytes
+/// and all else none.
 fn lines_of(code: &[Instruction]) -> (Vec<Placed>, usize) {
     let mut slots = 0;
     let placed = code.iter().map(|instruction| {
@@ -428,7 +435,8 @@ impl InstructionCache {
     /// All of the code is held.
     pub const ENDLESS: InstructionCache = InstructionCache { kib: usize::MAX / 1024, line_cycles: 0 };
 
-    /// Two numbers that explain the traces of the first run on an H200 (`docs/cycles.md`); of caches behind this one it knows nothing.
+    /// Two numbers that explain the traces of the first run on an H200 (`docs/cycles.md`); of caches behind this one it
+    /// knows nothing.
     pub const H200: InstructionCache = InstructionCache { kib: 64, line_cycles: 50 };
 }
 
@@ -651,8 +659,8 @@ impl Pipeline {
         }
     }
 
-    /// Warp `number` issues what is pending, in machine code's order, and after each instruction waits for as long as the assembler has it wait. What that
-    /// does not know, loads, shuffles, special functions, their readers wait for.
+    /// Warp `number` issues what is pending, in machine code's order, and after each instruction waits for as long as
+    /// the assembler has it wait. What that does not know, loads, shuffles, special functions, their readers wait for.
     fn catch_up(&mut self, number: usize) {
         // Those that are nothing of their own follow what they read: they are other names of it.
         let mut made: BTreeMap<Slot, u32> = BTreeMap::new();
@@ -709,8 +717,8 @@ impl Pipeline {
         }
     }
 
-    /// The `numbers` of warps of a block have come to a barrier; how long the slowest, or, if `is_wait`, the fastest took since its
-    /// last one. Where some looked for what others write, they count alone, from then on.
+    /// The `numbers` of warps of a block have come to a barrier; how long the slowest, or, if `is_wait`, the fastest
+    /// took since its last one. Where some looked for what others write, they count alone, from then on.
     pub(super) fn meet(&mut self, numbers: &[usize], warps: usize, is_wait: bool) -> Stretch {
         numbers.iter().for_each(|number| self.catch_up(*number));
         let clocks = || numbers.iter().map(|number| (&self.warps[*number], *number));
@@ -753,8 +761,8 @@ impl Pipeline {
     }
 }
 
-/// How many times 128 bytes an access of a warp takes from shared memory: a bank gives one word of four bytes at a time, words of
-/// 8 and 16 bytes go by half and quarter warps.
+/// How many times 128 bytes an access of a warp takes from shared memory: a bank gives one word of four bytes at a
+/// time, words of 8 and 16 bytes go by half and quarter warps.
 pub(super) fn shared_accesses(at: &Row, lanes: u32, access: &Access, values: usize) -> u64 {
     let bytes = u64::from(access.bytes) * values as u64;
     let group = (128 / bytes.max(4)) as usize;

@@ -1,7 +1,7 @@
 //! What arithmetic instructions do to a row: a register of each lane of a warp.
 //!
-//! A row holds 64 bits a lane; narrower values stand in the low bits, the others zero. All lanes are computed, those that do
-//! not take part too: the machine keeps the others' old values.
+//! A row holds 64 bits a lane; narrower values stand in the low bits, the others zero. All lanes are computed, those
+//! that do not take part too: the machine keeps the others' old values.
 
 use super::machine::WARP;
 use half::{bf16, f16};
@@ -117,8 +117,8 @@ fn bf16_of(bits: u64) -> u64 {
     u64::from(if value.is_nan() { 0x7fff } else { bf16::from_f32(value).to_bits() })
 }
 
-/// Of eight bytes those four that the nibbles of `by` name, the lowest first; a nibble's high bit says that it is the byte's sign
-/// eight times.
+/// Of eight bytes those four that the nibbles of `by` name, the lowest first; a nibble's high bit says that it is the
+/// byte's sign eight times.
 fn permuted(bytes: u64, by: u64) -> u64 {
     (0..4).fold(0, |all, at| {
         let nibble = by >> (4 * at);

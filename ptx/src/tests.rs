@@ -88,7 +88,8 @@ fn a_barrier_that_was_copied_is_seen() {
 /// Though in the end all of them come to it.
 #[test]
 fn aligned_lanes_meet_behind_no_branch_that_has_parted_them() {
-    // Whoever has bit 5 of its number, none of 32, would go past the barrier: so it does not stand where lanes meet again.
+    // Whoever has bit 5 of its number, none of 32, would go past the barrier: so it does not stand where lanes meet
+    // again.
     let guarded = "and.b32 %r3, %r1, 1;\nsetp.eq.b32 %p1, %r3, 0;\n@%p1 bra $met;\nand.b32 %r4, %r1, 32;\nsetp.ne.b32 %p2, %r4, 0;\n\
         @%p2 bra $done;\n$met:\nbar.sync 0, 32;\nst.global.b32 [%rd3], %r1;\n$done:";
     // A lane asks as often as its number says, and all meet each time.
@@ -204,12 +205,14 @@ fn sums_of_a_warpgroup_are_there_when_waited_for() {
     assert!(what(run("", &body, 128, 0, &mut [0; 128]).expect_err("refused")).contains("no wgmma.fence"));
 }
 
-/// Of a transposed matrix n is innermost, and the other one stands in registers, which nobody may write before it is waited for.
+/// Of a transposed matrix n is innermost, and the other one stands in registers, which nobody may write before it is
+/// waited for.
 #[test]
 fn a_warpgroup_multiplies_registers_with_a_transposed_matrix() {
     let sums = sums_of_64();
     let zero: String = (100..132).map(|at| format!("mov.b32 %r{at}, 0;\n")).collect();
-    // Row k of the matrix, 128 bytes, is 2^(k / 8) everywhere, so that its swizzle moves equals; a is all ones but for rows g + 8 of columns 8 and on.
+    // Row k of the matrix, 128 bytes, is 2^(k / 8) everywhere, so that its swizzle moves equals; a is all ones but for
+    // rows g + 8 of columns 8 and on.
     let fill = "mov.u32 %r2, words;\nshl.b32 %r3, %r1, 4;\nadd.s32 %r4, %r2, %r3;\nmov.b32 %r5, 0x3F803F80;\n\
         setp.lt.u32 %p1, %r1, 64;\nselp.b32 %r6, %r5, 0x40004000, %p1;\n\
         st.shared.v4.u32 [%r4], {%r6, %r6, %r6, %r6};\nfence.proxy.async.shared::cta;\nbar.sync 0, 128;\n\
@@ -297,7 +300,8 @@ fn a_chain_takes_its_latencies_and_what_stands_beside_it_none() {
     assert!(cycles(&branch, 32) >= 2 * 29 + 4 + 8, "{}", cycles(&branch, 32));
 }
 
-/// The cycles that a warp takes for `body` as machine code whose instructions come from these lines of it, and wait for so long.
+/// The cycles that a warp takes for `body` as machine code whose instructions come from these lines of it, and wait for
+/// so long.
 fn assembled_cycles(body: &str, instructions: &[(u32, u32)], threads: u32) -> u64 {
     let placed = instructions.iter().map(|(line, cycles)| (*line, *cycles, 0, 0)).collect::<Vec<_>>();
     boarded_cycles(body, &placed, threads)
@@ -339,7 +343,8 @@ fn machine_code_goes_in_its_order_and_waits_as_it_says() {
     // A name for what has been loaded is no instruction, and to be waited for like it.
     let named = "ld.shared.b32 %r2, [%r192];\nmov.b32 %r5, %r2;\nadd.s32 %r3, %r5, 1;";
     assert_eq!(assembled_cycles(named, &[(0, 2), (2, 4)], 32), 29 + 4);
-    // Sums of arithmetic are there when the assembler says so. Of a scheduler's two warps one waits while the other issues.
+    // Sums of arithmetic are there when the assembler says so. Of a scheduler's two warps one waits while the other
+    // issues.
     let chain = "add.s32 %r2, %r1, 1;\nadd.s32 %r2, %r2, 1;";
     assert_eq!(assembled_cycles(chain, &[(0, 6), (1, 6)], 32), 12);
     assert_eq!(assembled_cycles(chain, &[(0, 6), (1, 6)], 256), 12);

@@ -1,7 +1,8 @@
 //! The control block: what the token loop inside the kernel and the host tell each other.
 //!
-//! Between two iterations exactly one task (macro kernel `advance`) writes it; during an iteration everyone may read it.
-//! The host writes it only while no iteration runs, with one exception: the word [`STOP`], which it may set at any time.
+//! Between two iterations exactly one task (macro kernel `advance`) writes it; during an iteration everyone may read
+//! it. The host writes it only while no iteration runs, with one exception: the word [`STOP`], which it may set at any
+//! time.
 
 use crate::limits::{MAX_SEQUENCES, MAX_STOP_TOKENS};
 use bytemuck::{Pod, Zeroable};
@@ -14,8 +15,8 @@ pub struct Step {
     pub program: u32,
     /// How often this program ran before: event `e` must reach `(program_runs + 1) * num_triggers`.
     pub program_runs: u32,
-    /// Position of the first row of this pass in the sequence: tokens already in the KV cache. In a pass over all sequences of a batch, each of
-    /// which has its own, that of the one furthest on.
+    /// Position of the first row of this pass in the sequence: tokens already in the KV cache. In a pass over all
+    /// sequences of a batch, each of which has its own, that of the one furthest on.
     pub first_pos: u32,
     /// Rows (tokens) of this pass; a program's tensors may have more, those rows are not computed.
     pub rows: u32,
@@ -23,8 +24,8 @@ pub struct Step {
     pub sampling: u32,
     /// Iterations since the workers started, this one not counted: the seed of this step's sampling is made of it.
     pub iteration: u32,
-    /// The sequence whose cache and tokens the pass works on. A pass over every sequence of a batch has 0 here, and in each
-    /// task of one sequence sees that sequence's step (`advance::step_of` in the device crate).
+    /// The sequence whose cache and tokens the pass works on. A pass over every sequence of a batch has 0 here, and in
+    /// each task of one sequence sees that sequence's step (`advance::step_of` in the device crate).
     pub sequence: u32,
 }
 
@@ -56,7 +57,8 @@ pub struct Request {
     pub top_k: u32,
     /// Seed of the draws, low and high word.
     pub seed: [u32; 2],
-    /// f32 bits, above 0: what makes tokens that the text has already less likely, or, below 1, more; 1 changes nothing.
+    /// f32 bits, above 0: what makes tokens that the text has already less likely, or, below 1, more; 1 changes
+    /// nothing.
     pub repetition_penalty: u32,
     /// Which of [`Control::stop_tokens`] end it: bit `i` stands for number `i`.
     pub stops: u32,
@@ -102,11 +104,13 @@ pub enum End {
     Stopped = 4,
     /// The tokens given have been read and none was to be made.
     PromptDone = 5,
-    /// The host asked to stop because the time it had given was over. Workers do not know why: theirs is [`End::Stopped`].
+    /// The host asked to stop because the time it had given was over. Workers do not know why: theirs is
+    /// [`End::Stopped`].
     Deadline = 6,
     /// A fault ended the run, which its owner has been told. Workers record faults elsewhere.
     Failed = 7,
-    /// The host found a stop string in the text. Workers do not know texts: theirs is [`End::Stopped`], or what else ended it just then.
+    /// The host found a stop string in the text. Workers do not know texts: theirs is [`End::Stopped`], or what else
+    /// ended it just then.
     StopString = 8,
 }
 
@@ -122,8 +126,9 @@ impl End {
 
 /// The control block. `repr(C)`, words only.
 ///
-/// With [`Control::n_sequences`] 0 it is about one sequence. Else it is about a batch: [`Control::sequences`] says how far
-/// each one is, `n_tokens` does not count, `produced` is the sum over all, and `end` is that of the one that ended last.
+/// With [`Control::n_sequences`] 0 it is about one sequence. Else it is about a batch: [`Control::sequences`] says how
+/// far each one is, `n_tokens` does not count, `produced` is the sum over all, and `end` is that of the one that ended
+/// last.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct Control {
@@ -159,5 +164,6 @@ pub struct Control {
 
 /// Byte offset of [`Control::stop`]: the one word the host may write while workers run.
 pub const STOP: usize = core::mem::offset_of!(Control, stop);
-/// Byte offset of [`Control::produced`]: with those of sequences, and where a pass is, what the host may read while workers run.
+/// Byte offset of [`Control::produced`]: with those of sequences, and where a pass is, what the host may read while
+/// workers run.
 pub const PRODUCED: usize = core::mem::offset_of!(Control, produced);

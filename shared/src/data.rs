@@ -7,8 +7,8 @@ use bytemuck::{Pod, Zeroable};
 
 /// One copy of contiguous bytes into a worker's shared memory, in the order its loader issues them. 32 bytes.
 ///
-/// A worker's compute ops retire in order, so one count of retired compute ops per worker is all the loader waits for: it
-/// may start this copy when [`DataOp::after`] of them have retired, and the bytes are free again when
+/// A worker's compute ops retire in order, so one count of retired compute ops per worker is all the loader waits for:
+/// it may start this copy when [`DataOp::after`] of them have retired, and the bytes are free again when
 /// [`DataOp::used_by`]` + 1` have. It never waits on an event.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
@@ -21,21 +21,22 @@ pub struct DataOp {
     pub bytes: u32,
     /// Where they go, counted from the start of the shared memory that tiles have.
     pub dest_offset_bytes: u32,
-    /// Compute ops of this worker that must have retired before the copy may start; not, among them, the one before its reader, if that
-    /// is of the same task: a body may hold the tiles of one until it has those of the next.
+    /// Compute ops of this worker that must have retired before the copy may start; not, among them, the one before its
+    /// reader, if that is of the same task: a body may hold the tiles of one until it has those of the next.
     pub after: u32,
     /// The compute op of this worker that reads the bytes; its completion frees them.
     pub used_by: u32,
-    /// The barrier that is full when the bytes have arrived, in the first pass of a launch; later ones go on where it ends.
+    /// The barrier that is full when the bytes have arrived, in the first pass of a launch; later ones go on where it
+    /// ends.
     pub barrier: u16,
-    /// Of a list's first copies: one more than how many of the list's last tiles may be unread when the copy is made ahead of the next pass, in
-    /// case that is one of the same program; 0: it waits for its pass.
+    /// Of a list's first copies: one more than how many of the list's last tiles may be unread when the copy is made
+    /// ahead of the next pass, in case that is one of the same program; 0: it waits for its pass.
     pub ahead: u16,
 }
 
-/// Bytes that a worker's loader asks the L2 cache for, in passing, because a body is going to read them from there: weights that do
-/// not come in tiles, and the rows of a KV cache, which rows being known at run time. 56 bytes. Nobody waits for them and nothing
-/// depends on them but time.
+/// Bytes that a worker's loader asks the L2 cache for, in passing, because a body is going to read them from there:
+/// weights that do not come in tiles, and the rows of a KV cache, which rows being known at run time. 56 bytes. Nobody
+/// waits for them and nothing depends on them but time.
 ///
 /// They are stretches of equal length, in a matrix the beginnings of its rows, in a cache a position each.
 #[repr(C)]
@@ -51,8 +52,8 @@ pub struct PrefetchOp {
     pub apart_bytes: u32,
     /// How many there are.
     pub stretches: u32,
-    /// 0: all of them are asked for. Otherwise stretch `i` is position `i`, and of those before the pass's first position those in
-    /// [`share`] `split` of `splits` of all that the pass sees.
+    /// 0: all of them are asked for. Otherwise stretch `i` is position `i`, and of those before the pass's first
+    /// position those in [`share`] `split` of `splits` of all that the pass sees.
     pub splits: u32,
     /// See [`PrefetchOp::splits`].
     pub split: u32,
@@ -64,10 +65,11 @@ pub struct PrefetchOp {
     pub before: u32,
     /// The compute op of this worker that reads them.
     pub used_by: u32,
-    /// Tasks of its worker's list that the worker must have come to in the pass before it is issued; 0 in a list with data ops, which go at the
-    /// pace at which memory becomes free.
+    /// Tasks of its worker's list that the worker must have come to in the pass before it is issued; 0 in a list with
+    /// data ops, which go at the pace at which memory becomes free.
     pub after: u32,
-    /// 1: it is issued only in passes that sample, as its reader runs only in these ([`TaskFlags::ONLY_WHEN_SAMPLING`]); else 0.
+    /// 1: it is issued only in passes that sample, as its reader runs only in these
+    /// ([`TaskFlags::ONLY_WHEN_SAMPLING`]); else 0.
     pub only_when_sampling: u32,
 }
 
@@ -79,8 +81,8 @@ impl PrefetchOp {
     }
 }
 
-/// The positions, of the last `window` of the first `visible`, that split `number` of `splits` has: first and end. Shares are equal but for
-/// the last ones, which may be empty.
+/// The positions, of the last `window` of the first `visible`, that split `number` of `splits` has: first and end.
+/// Shares are equal but for the last ones, which may be empty.
 #[inline]
 pub const fn share(visible: u32, window: u32, splits: u32, number: u32) -> (u32, u32) {
     let before = visible.saturating_sub(window);

@@ -1,4 +1,5 @@
-//! Division by what is known long before: a multiplication. A GPU has no other for whole numbers than some twenty instructions, one after the other.
+//! Division by what is known long before: a multiplication. A GPU has no other for whole numbers than some twenty
+//! instructions, one after the other.
 
 /// What a number is divided by, as the word that it is multiplied with: 2^32 over it, rounded up; 0 stands for 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -24,13 +24,14 @@ pub enum DType {
     Q8 = 8,
     /// One of 16 levels each, with a scale per 32: weight matrices only, whose rows are laid out as [`Q4`] says.
     Q4 = 9,
-    /// Microscaling FP4 of the Open Compute Project, MXFP4: numbers of 4 bits with a power of two for each 32 of a row. Weight matrices only, whose rows are
-    /// laid out as [`Q4`]'s, with other [levels](MX4_LEVELS).
+    /// Microscaling FP4 of the Open Compute Project, MXFP4: numbers of 4 bits with a power of two for each 32 of a row.
+    /// Weight matrices only, whose rows are laid out as [`Q4`]'s, with other [levels](MX4_LEVELS).
     Mx4 = 10,
 }
 
-/// How a row of weights in fewer bits is laid out: cache lines of elements, in groups that a cache line of their scales goes before. Line by line, a row is
-/// read in the order of its addresses. Such a row is one thing: its elements have no strides of their own, and none is written by a task.
+/// How a row of weights in fewer bits is laid out: cache lines of elements, in groups that a cache line of their scales
+/// goes before. Line by line, a row is read in the order of its addresses. Such a row is one thing: its elements have
+/// no strides of their own, and none is written by a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lines {
     /// Elements of a line.
@@ -49,7 +50,8 @@ impl Lines {
         (lines + lines.div_ceil(self.per_group)) * LINE_BYTES
     }
 
-    /// Where line `line` of a row is: the offsets in bytes of its elements, and of its scales, an even share of its group's.
+    /// Where line `line` of a row is: the offsets in bytes of its elements, and of its scales, an even share of its
+    /// group's.
     #[inline]
     pub const fn at(self, line: usize) -> [usize; 2] {
         let (group, number) = (line / self.per_group, line % self.per_group);
@@ -60,30 +62,32 @@ impl Lines {
     }
 }
 
-/// Rows of [`DType::Q8`]: a line is a block of elements that share a scale, an f32. Element i is `byte * scale`, which is exact in f32 where
-/// the scale has at most 17 significant bits; beyond the row's last, bytes are zero.
+/// Rows of [`DType::Q8`]: a line is a block of elements that share a scale, an f32. Element i is `byte * scale`, which
+/// is exact in f32 where the scale has at most 17 significant bits; beyond the row's last, bytes are zero.
 pub const Q8: Lines = Lines { elems: 64, per_group: 16 };
 
-/// Rows of [`DType::Q4`]: byte j of a line has element j in its low half and element 64 + j in its high one, as numbers of [`Q4_LEVELS`]. Each
-/// [`Q4_BLOCK`] of them shares a scale, a bf16. Element i is `level * scale`, exact in f32; blocks beyond the row's last have the scale zero.
+/// Rows of [`DType::Q4`]: byte j of a line has element j in its low half and element 64 + j in its high one, as numbers
+/// of [`Q4_LEVELS`]. Each [`Q4_BLOCK`] of them shares a scale, a bf16. Element i is `level * scale`, exact in f32;
+/// blocks beyond the row's last have the scale zero.
 pub const Q4: Lines = Lines { elems: 128, per_group: 8 };
 
 /// Elements of a row in [`DType::Q4`] that share a scale.
 pub const Q4_BLOCK: usize = 32;
 
-/// What a scale is multiplied with in [`DType::Q4`]. Weights are many near zero and few far from it: steps grow outwards. The largest of a block
-/// becomes the first, whatever its sign, since scales have one, too.
+/// What a scale is multiplied with in [`DType::Q4`]. Weights are many near zero and few far from it: steps grow
+/// outwards. The largest of a block becomes the first, whatever its sign, since scales have one, too.
 ///
-/// Found by Lloyd's iteration on blocks of normal numbers, of Student's t with five degrees of freedom, and of all-MiniLM-L6-v2's matrices; then rounded to
-/// seven bits, and improved one by one as whole numbers. Seven bits, since two products of such a number with a signed byte fit 16 bits, which the byte
-/// products of AVX2 need.
+/// Found by Lloyd's iteration on blocks of normal numbers, of Student's t with five degrees of freedom, and of
+/// all-MiniLM-L6-v2's matrices; then rounded to seven bits, and improved one by one as whole numbers. Seven bits, since
+/// two products of such a number with a signed byte fit 16 bits, which the byte products of AVX2 need.
 pub const Q4_LEVELS: [i8; 16] = [-63, -49, -38, -29, -22, -15, -9, -4, 1, 6, 11, 17, 23, 31, 40, 55];
 
-/// What a scale is multiplied with in [`DType::Mx4`]: twice the values of E2M1, a sign, two bits of exponent and one of mantissa, which number them. So a
-/// scale is half of the block's power of two.
+/// What a scale is multiplied with in [`DType::Mx4`]: twice the values of E2M1, a sign, two bits of exponent and one of
+/// mantissa, which number them. So a scale is half of the block's power of two.
 pub const MX4_LEVELS: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
-/// Where element `i` of a row in [`DType::Q4`] is: the offset of its byte, by how many bits that is shifted down, and the offset of its scale.
+/// Where element `i` of a row in [`DType::Q4`] is: the offset of its byte, by how many bits that is shifted down, and
+/// the offset of its scale.
 #[inline]
 pub const fn q4_at(i: usize) -> (usize, u32, usize) {
     let [elements, scales] = Q4.at(i / Q4.elems);

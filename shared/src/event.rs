@@ -15,7 +15,8 @@ pub struct EventDesc {
     pub num_triggers: u32,
 }
 
-/// Fires once per iteration, triggered by the program's last task after it has published the next [`Step`](crate::Step).
+/// Fires once per iteration, triggered by the program's last task after it has published the next
+/// [`Step`](crate::Step).
 pub const EVENT_ITERATION: EventId = EventId(0);
 
 /// Triggered by every worker once per iteration, as soon as it has read the iteration's [`Step`](crate::Step): the last

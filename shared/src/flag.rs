@@ -1,13 +1,15 @@
 //! Flags: two bits of a float that say which pass wrote it, so that whoever reads it sees that it is there.
 //!
-//! An event is a counter: it is triggered when all of a task's writes have reached memory, and whoever waits for it reads them
-//! when it has seen the count, two trips through memory more than the data's own. A *flagged* element carries its own event, as
-//! data and flag of NCCL's LL protocol do: its reader asks for the data itself, again and again until the flag is the pass's.
+//! An event is a counter: it is triggered when all of a task's writes have reached memory, and whoever waits for it
+//! reads them when it has seen the count, two trips through memory more than the data's own. A *flagged* element
+//! carries its own event, as data and flag of NCCL's LL protocol do: its reader asks for the data itself, again and
+//! again until the flag is the pass's.
 //!
-//! The flag takes the two lowest bits of an f32, 2^-22 of its value, so a row is no longer than without. It is one more than the
-//! runs of the program before the pass, modulo 4. An element is written once in each run of its program and nobody else writes
-//! its bytes ([`BindingKind::Flagged`](crate::image::BindingKind::Flagged)), so what a reader may find is the flag of its own
-//! pass, of the one before, or, before the first, zeros, which are no flag of the first pass.
+//! The flag takes the two lowest bits of an f32, 2^-22 of its value, so a row is no longer than without. It is one more
+//! than the runs of the program before the pass, modulo 4. An element is written once in each run of its program and
+//! nobody else writes its bytes ([`BindingKind::Flagged`](crate::image::BindingKind::Flagged)), so what a reader may
+//! find is the flag of its own pass, of the one before, or, before the first, zeros, which are no flag of the first
+//! pass.
 //!
 //! What is written so orders nothing but itself: see `image::check` for what must be ordered by events all the same.
 

@@ -6,8 +6,9 @@
 //!             | data heads u32* (programs x (workers + 1)) | DataOp* | prefetch heads u32* (likewise) | PrefetchOp*
 //!             | name heads u32* | names (utf-8)
 //! ```
-//! A program's lists are those of its workers, then that of its just-in-time tasks. Each section starts at a multiple of 8 bytes. The first two events are the loop's own ([`crate::event`]).
-//! The host's `image::encode` and `image::decode` are its only makers; both check every index in it.
+//! A program's lists are those of its workers, then that of its just-in-time tasks. Each section starts at a multiple
+//! of 8 bytes. The first two events are the loop's own ([`crate::event`]). The host's `image::encode` and
+//! `image::decode` are its only makers; both check every index in it.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -34,8 +35,8 @@ pub enum BindingKind {
     Constant = 6,
     /// Written by the host before a run.
     Input = 7,
-    /// Elements that say which pass wrote them ([`flag`](crate::flag)): zeroed when the event counters are, kept from pass to
-    /// pass.
+    /// Elements that say which pass wrote them ([`flag`](crate::flag)): zeroed when the event counters are, kept from
+    /// pass to pass.
     Flagged = 8,
 }
 
@@ -123,12 +124,12 @@ pub const APART: u32 = 0;
 /// [`ProgramDesc::kind`] of a program over the next rows of one sequence, which the token loop chooses by itself.
 pub const TOKEN_LOOP: u32 = 1;
 
-/// [`ProgramDesc::kind`] of a program whose rows each are the next token of a sequence of its own. An image has at
-/// most one. Its `max_rows` is the number of sequences that every `State` and `Tokens` binding is as many equal parts for.
+/// [`ProgramDesc::kind`] of a program whose rows each are the next token of a sequence of its own. An image has at most
+/// one. Its `max_rows` is the number of sequences that every `State` and `Tokens` binding is as many equal parts for.
 pub const EVERY_SEQUENCE: u32 = 2;
 
-/// [`ProgramDesc::kind`] of a program whose rows are a sequence's next token and drafts, guesses of those after it, all in the
-/// token buffer: it chooses the token that follows each row. An image has at most one.
+/// [`ProgramDesc::kind`] of a program whose rows are a sequence's next token and drafts, guesses of those after it, all
+/// in the token buffer: it chooses the token that follows each row. An image has at most one.
 pub const VERIFIES: u32 = 3;
 
 const _: () =

@@ -1,9 +1,9 @@
 //! The launch block: how the host tells the persistent kernel where everything lies.
 //!
-//! The kernel's only parameter is one of these, by value: constant memory, which costs its readers neither registers nor a trip to
-//! any cache but their own. Addresses are device addresses. The host
-//! launches one block of [`BLOCK_THREADS`] threads per worker, all of them resident at once (a cooperative launch), with
-//! [`SHARED_BYTES`] of dynamic shared memory (which is more than a kernel gets unasked: set its attribute).
+//! The kernel's only parameter is one of these, by value: constant memory, which costs its readers neither registers
+//! nor a trip to any cache but their own. Addresses are device addresses. The host launches one block of
+//! [`BLOCK_THREADS`] threads per worker, all of them resident at once (a cooperative launch), with [`SHARED_BYTES`] of
+//! dynamic shared memory (which is more than a kernel gets unasked: set its attribute).
 
 use crate::technique::Techniques;
 use bytemuck::{Pod, Zeroable};
@@ -11,24 +11,27 @@ use bytemuck::{Pod, Zeroable};
 /// Name of the kernel's entry in the PTX.
 pub const ENTRY: &str = "perpetua_worker";
 
-/// Name of the entry that runs one operator, for launches of it alone: its parameters are a [`LaunchParams`], the program and the operator's first task, its grid a block for each task, with as many threads and as
-/// much shared memory as a worker's.
+/// Name of the entry that runs one operator, for launches of it alone: its parameters are a [`LaunchParams`], the
+/// program and the operator's first task, its grid a block for each task, with as many threads and as much shared
+/// memory as a worker's.
 pub const OPERATOR: &str = "perpetua_operator";
 
-/// Threads of a worker's block: 8 warps, so that a thread may have 255 registers. Registers are handed out by four warps, so
-/// with one more it were 168, and the widest bodies would spill; giving the loader's to the others (`setmaxnreg`) does not
-/// help, ptxas spills then too.
+/// Threads of a worker's block: 8 warps, so that a thread may have 255 registers. Registers are handed out by four
+/// warps, so with one more it were 168, and the widest bodies would spill; giving the loader's to the others
+/// (`setmaxnreg`) does not help, ptxas spills then too.
 pub const BLOCK_THREADS: u32 = 256;
 
 /// Those of them that run tasks and meet at the block's barrier. The last warp is the loader's.
 pub const TASK_THREADS: u32 = BLOCK_THREADS - 32;
 
-/// Where the shared memory that a block asks for begins: what is before it the driver keeps for itself. The host refuses a device whose driver
-/// keeps another number of bytes (`CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK`), and a kernel traps.
+/// Where the shared memory that a block asks for begins: what is before it the driver keeps for itself. The host
+/// refuses a device whose driver keeps another number of bytes
+/// (`CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK`), and a kernel traps.
 pub const RESERVED_SHARED_BYTES: u32 = 1024;
 
-/// Dynamic shared memory of a block: the words and mbarriers that bodies share, and the [tiles](TILE_BYTES), which are its end. It is what a block
-/// may have on sm_90, and kernels have no other, so that each of its bytes has an address that is known when they are compiled.
+/// Dynamic shared memory of a block: the words and mbarriers that bodies share, and the [tiles](TILE_BYTES), which are
+/// its end. It is what a block may have on sm_90, and kernels have no other, so that each of its bytes has an address
+/// that is known when they are compiled.
 pub const SHARED_BYTES: u32 = 227 << 10;
 
 /// Those of them that are tiles.
@@ -67,8 +70,8 @@ pub struct LaunchParams {
     pub bindings: u64,
     /// `[u64; bindings]`: bytes of the part of each that one sequence of a batch has; 0: it is all sequences'.
     pub parts: u64,
-    /// `[u32; n_events]`: the event counters, then, if `n_slots` is not 0, `[u32; 2 + n_slots]`: the queue of just-in-time
-    /// tasks. All zeroed when `iteration` is 0.
+    /// `[u32; n_events]`: the event counters, then, if `n_slots` is not 0, `[u32; 2 + n_slots]`: the queue of
+    /// just-in-time tasks. All zeroed when `iteration` is 0.
     pub counters: u64,
     /// The [`Control`](crate::control::Control) block: the image's binding of that kind.
     pub control: u64,
@@ -82,14 +85,15 @@ pub struct LaunchParams {
     pub prefetch_heads: u64,
     /// [`PrefetchOp`](crate::PrefetchOp)s: as many as the last head says.
     pub prefetches: u64,
-    /// `[Mail; n_mail]` in memory of the host that the GPU has mapped, zeroed, which the host may read while the kernel runs. An entry is
-    /// a place in the token buffer, and is written when the pass has ended that has made the token there; or, of a pass that makes none, that has
-    /// read a prompt up to the token there.
+    /// `[Mail; n_mail]` in memory of the host that the GPU has mapped, zeroed, which the host may read while the kernel
+    /// runs. An entry is a place in the token buffer, and is written when the pass has ended that has made the token
+    /// there; or, of a pass that makes none, that has read a prompt up to the token there.
     pub mailbox: u64,
     /// `[u32; n_workers]`, zeroed: one more than the task each worker began last.
     pub positions: u64,
-    /// `[u32; n_workers]`: how far each worker is, for its own loader, which brings no tiles in passes of several rows: [`PACE_PASS`] for each
-    /// pass of the launch that it has begun, and one for each task of the pass that it has come to.
+    /// `[u32; n_workers]`: how far each worker is, for its own loader, which brings no tiles in passes of several rows:
+    /// [`PACE_PASS`] for each pass of the launch that it has begun, and one for each task of the pass that it has come
+    /// to.
     pub paces: u64,
     /// `[TaskTrace; n_workers * n_trace]`, zeroed: a row per worker, filled in the order of its list until it is full.
     pub trace: u64,
@@ -123,9 +127,10 @@ pub struct LaunchParams {
 
 const _: () = assert!(size_of::<LaunchParams>() == 22 * 8 + 12 * 4);
 
-/// How a pass ended, in the mailbox, or how one did for a sequence of a batch. Of a pass that makes several tokens of a sequence
-/// there are as many, all with the same number of tokens in the cache. The word is written at once, so a host that sees it not zero sees all of it,
-/// and no fence is needed; the time may come later, though not after the kernel's end.
+/// How a pass ended, in the mailbox, or how one did for a sequence of a batch. Of a pass that makes several tokens of a
+/// sequence there are as many, all with the same number of tokens in the cache. The word is written at once, so a host
+/// that sees it not zero sees all of it, and no fence is needed; the time may come later, though not after the kernel's
+/// end.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct Mail {
@@ -136,7 +141,8 @@ pub struct Mail {
 }
 
 impl Mail {
-    /// Bits 0..32 the token, if one was made; 32..62 how many tokens are in the cache; 62 whether a token was made; 63 set.
+    /// Bits 0..32 the token, if one was made; 32..62 how many tokens are in the cache; 62 whether a token was made; 63
+    /// set.
     #[inline]
     pub const fn word_of(in_cache: u32, token: Option<u32>) -> u64 {
         let position = ((in_cache & (u32::MAX >> 2)) as u64) << 32 | 1 << 63;

@@ -5,23 +5,26 @@ use crate::launch::TILE_BARRIERS;
 use crate::launch::{BLOCK_THREADS, TASK_THREADS};
 use bytemuck::{Pod, Zeroable};
 
-/// Every block streams its own bytes into shared memory by bulk copies, `rounds` times, and looks at none of them: the ceiling of what a
-/// loader can reach, of memory or, where all of them are few, of L2. A block's time is `out[block]`.
+/// Every block streams its own bytes into shared memory by bulk copies, `rounds` times, and looks at none of them: the
+/// ceiling of what a loader can reach, of memory or, where all of them are few, of L2. A block's time is `out[block]`.
 pub const READ: &str = "perpetua_probe_read";
-/// As [`READ`], by copies of sixteen bytes a thread, as bodies for many rows copy: [`UNDER_WAY`] tiles at once, by some of [`TASK_THREADS`] threads.
+/// As [`READ`], by copies of sixteen bytes a thread, as bodies for many rows copy: [`UNDER_WAY`] tiles at once, by some
+/// of [`TASK_THREADS`] threads.
 pub const COPY: &str = "perpetua_probe_sixteen";
 /// Blocks 0 and 1 count to each other through two counters: `rounds` times there and back take `out[0]`.
 pub const HOP: &str = "perpetua_probe_hop";
 /// All blocks meet `rounds` times at one counter: `out[block]`.
 pub const MEET: &str = "perpetua_probe_meet";
 
-/// Blocks 0 and 1, of [`TASK_THREADS`] threads, hand each other a row of [`ROW_WORDS`] words a thread, `rounds`
-/// times there and back in `out[0]`: behind a counter, as events have it, or, with `by_flags`, each word with its
-/// [flag](crate::flag); then blocks from 2 on ask for block 0's row, too, all the time, as all workers do that wait for one.
+/// Blocks 0 and 1, of [`TASK_THREADS`] threads, hand each other a row of [`ROW_WORDS`] words a thread, `rounds` times
+/// there and back in `out[0]`: behind a counter, as events have it, or, with `by_flags`, each word with its
+/// [flag](crate::flag); then blocks from 2 on ask for block 0's row, too, all the time, as all workers do that wait for
+/// one.
 pub const HAND: &str = "perpetua_probe_hand";
 
-/// Each block is a worker without tasks: its loader hands [`TASK_THREADS`] threads tiles, which all of them take, read if `reads`, and release, as
-/// bodies do with weights. The first `n_tiles` are brought; of the others, which `out[block]` is the time of, only what `is_brought` says.
+/// Each block is a worker without tasks: its loader hands [`TASK_THREADS`] threads tiles, which all of them take, read
+/// if `reads`, and release, as bodies do with weights. The first `n_tiles` are brought; of the others, which
+/// `out[block]` is the time of, only what `is_brought` says.
 pub const TAKE: &str = "perpetua_probe_take";
 /// A tile of [`TAKE`] is a multiple of so many bytes: four times sixteen for each thread.
 pub const TAKEN_BYTES: u32 = 4 * 16 * TASK_THREADS;
@@ -44,8 +47,8 @@ pub const UNDER_WAY: u32 = 4;
 /// See [`HAND`].
 pub const ROW_WORDS: u32 = 4;
 
-/// Where in the counters the flagged words of [`HAND`]'s two rows begin, and how far the second is from the first; of the rows behind
-/// counters the first begins where `source` does.
+/// Where in the counters the flagged words of [`HAND`]'s two rows begin, and how far the second is from the first; of
+/// the rows behind counters the first begins where `source` does.
 pub const WORDS_AT: u64 = 4096;
 /// See [`WORDS_AT`].
 pub const ROW_BYTES: u64 = 8192;
@@ -67,7 +70,8 @@ pub struct ProbeParams {
     pub bytes: u64,
     /// The longest a block waits for another.
     pub timeout_ns: u64,
-    /// Bytes of a copy: a multiple of 16, in [`COPY`] of 16 for each thread that copies, in [`TAKE`] of [`TAKEN_BYTES`].
+    /// Bytes of a copy: a multiple of 16, in [`COPY`] of 16 for each thread that copies, in [`TAKE`] of
+    /// [`TAKEN_BYTES`].
     pub tile_bytes: u32,
     /// Copies under way at once: at most [`TILE_BARRIERS`], and no more than fit. Of [`COPY`] the tiles there are.
     pub n_tiles: u32,

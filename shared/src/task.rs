@@ -108,7 +108,8 @@ impl TaskFlags {
     /// What its macro kernel reads before the task's events have fired, if it may, is weights, which nobody writes.
     pub const READS_EARLY: u16 = 1 << 7;
 
-    /// The flags of a task that belongs to row `row` of a pass that verifies drafts, at most [`MAX_DRAFTS`] of them: it sees that row alone.
+    /// The flags of a task that belongs to row `row` of a pass that verifies drafts, at most [`MAX_DRAFTS`] of them: it
+    /// sees that row alone.
     pub const fn of_row(row: usize) -> u16 {
         assert!(row <= MAX_DRAFTS, "a row of such a pass");
         (row as u16 + 1) << ROW_SHIFT

@@ -1,8 +1,10 @@
-//! What makes the GPU's kernel fast, and what it can do without: to find which of them a chip does not take, and what each brings.
+//! What makes the GPU's kernel fast, and what it can do without: to find which of them a chip does not take, and what
+//! each brings.
 
 use bytemuck::{Pod, Zeroable};
 
-/// Something that other code does in its place, more slowly, when a launch [leaves it out](crate::launch::LaunchParams::without).
+/// Something that other code does in its place, more slowly, when a launch [leaves it
+/// out](crate::launch::LaunchParams::without).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub enum Technique {
@@ -12,7 +14,8 @@ pub enum Technique {
     TilesAhead,
     /// Loaders ask the L2 cache for what bodies are about to read from global memory.
     L2Prefetch,
-    /// Rows of one pass carry [flags](crate::flag); without, events order them. A matter of the image, not of the launch.
+    /// Rows of one pass carry [flags](crate::flag); without, events order them. A matter of the image, not of the
+    /// launch.
     Flags,
     /// Bodies that can begin before their events have fired do.
     EarlyStart,
@@ -20,7 +23,8 @@ pub enum Technique {
     ThinProducts,
     /// Rows too long for shared memory stay in registers.
     LongRows,
-    /// In decoding, tensor cores attend for all the queries that share a head; without, a warp takes one after the other.
+    /// In decoding, tensor cores attend for all the queries that share a head; without, a warp takes one after the
+    /// other.
     GroupAttention,
     /// Products of several rows go to warpgroups (`wgmma`); without, to warps (`mma`).
     Warpgroups,

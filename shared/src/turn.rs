@@ -1,7 +1,8 @@
-//! A task as a GPU's worker fetches it: one record with all that its body, its waits and its triggers want of the image.
+//! A task as a GPU's worker fetches it: one record with all that its body, its waits and its triggers want of the
+//! image.
 //!
-//! From the image's sections that would be four trips to memory, one after the other: the worker's list, the task, its operands,
-//! and their bindings. The host makes the records when it knows where bindings lie.
+//! From the image's sections that would be four trips to memory, one after the other: the worker's list, the task, its
+//! operands, and their bindings. The host makes the records when it knows where bindings lie.
 
 use crate::limits::PARAM_WORDS;
 use bytemuck::{Pod, Zeroable};
@@ -9,7 +10,8 @@ use bytemuck::{Pod, Zeroable};
 /// Triggers and waits in a record; those of few tasks are more.
 pub const TURN_EVENTS: usize = 8;
 
-/// The head of a record. The task's [`Operand`](crate::Operand)s follow, each with its address in place of its offset. 192 bytes.
+/// The head of a record. The task's [`Operand`](crate::Operand)s follow, each with its address in place of its offset.
+/// 192 bytes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct Turn {

@@ -288,7 +288,8 @@ fn a_full_disk_leaves_no_file() {
     assert!(message.contains("/nonexistent/x"), "{message}");
 }
 
-/// An output never takes the place of what the same command reads, nor of another output: links and other spellings are seen through.
+/// An output never takes the place of what the same command reads, nor of another output: links and other spellings are
+/// seen through.
 #[test]
 fn outputs_are_no_inputs() {
     let temp = tempfile::tempdir().unwrap();
@@ -646,8 +647,8 @@ fn too_many_simulated_sms_are_refused_with_the_numbers() {
     }
 }
 
-/// A link stays a link; what stands for something open is written to, never replaced; what cannot be written is said before
-/// any work is done.
+/// A link stays a link; what stands for something open is written to, never replaced; what cannot be written is said
+/// before any work is done.
 #[cfg(target_os = "linux")]
 #[test]
 fn outputs_go_where_they_were_told_to() {
@@ -773,8 +774,8 @@ fn tensors_that_the_network_does_not_use_are_named() {
     }
 }
 
-/// Whoever gives a number that an option does not take, or options that exclude each other, hears the same from all verbs: what is
-/// expected, and status 2.
+/// Whoever gives a number that an option does not take, or options that exclude each other, hears the same from all
+/// verbs: what is expected, and status 2.
 #[test]
 fn command_lines_that_are_not_understood_are_2() {
     let model = fixture("tiny-qwen3").to_string_lossy().into_owned();

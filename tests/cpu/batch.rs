@@ -1,5 +1,5 @@
-//! Several sequences decoded together: every one gets the tokens, and the bits of the logits, that it gets alone; on a GPU, where a pass of
-//! several rows rounds what it multiplies, the logits but for that.
+//! Several sequences decoded together: every one gets the tokens, and the bits of the logits, that it gets alone; on a
+//! GPU, where a pass of several rows rounds what it multiplies, the logits but for that.
 
 use super::cuda::has_kernel;
 use super::interpreted::{cases, distance, driver, on, random_model};
@@ -212,8 +212,9 @@ impl On {
 
 const EVERYWHERE: [On; 3] = [On::Simt, On::Ptx(cuda::Mode::Persistent), On::Ptx(cuda::Mode::PerOperator)];
 
-/// Judges what a batch has `made` of `prompts`, with the `logits` of its last pass, by what `cpu` says of each sequence alone: the logits
-/// that its last token was chosen from, but for rounding of a part `allowed`, where it was in that pass.
+/// Judges what a batch has `made` of `prompts`, with the `logits` of its last pass, by what `cpu` says of each sequence
+/// alone: the logits that its last token was chosen from, but for rounding of a part `allowed`, where it was in that
+/// pass.
 pub(super) fn judge(
     cpu: &mut Engine,
     prompts: &[Vec<u32>],
@@ -237,7 +238,8 @@ pub(super) fn judge(
     }
 }
 
-/// Prompts of one and of several passes, sequences that the engine has no prompts for, and the same engine again, alone and with others.
+/// Prompts of one and of several passes, sequences that the engine has no prompts for, and the same engine again, alone
+/// and with others.
 #[test]
 fn a_gpu_decodes_batches() {
     if !has_kernel() {
@@ -378,8 +380,8 @@ fn on_a_gpu_each_sequence_ends_by_itself() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 6, ..ProptestConfig::default() })]
 
-    /// Whatever the sizes and the type of the weights, on the simulated GPU, which judges every access, and by the PTX; operators
-    /// launched just in time or not.
+    /// Whatever the sizes and the type of the weights, on the simulated GPU, which judges every access, and by the PTX;
+    /// operators launched just in time or not.
     #[test]
     fn random_models_decode_batches(
         case in cases(),
@@ -399,8 +401,8 @@ proptest! {
             let mut engine = Engine::new(&model, &at.config(case.n_sms, config.clone())).unwrap();
             let (made, _) = together(&mut engine, &prompts, &options(3));
             let logits = engine.batch_logits().unwrap().unwrap();
-            // Of a model of 24 dimensions 0.033 was seen, of one position in 49: by as much a prefill of the same tokens is off, with the
-            // same bits. Another sequence's logits are off by about one.
+            // Of a model of 24 dimensions 0.033 was seen, of one position in 49: by as much a prefill of the same
+            // tokens is off, with the same bits. Another sequence's logits are off by about one.
             judge(&mut cpu, &prompts, &made, &logits, 5e-2, &format!("{at:?}"));
         }
     }

@@ -1,5 +1,5 @@
-//! Generated bodies that stand alone, against plain loops: their source on the simulated GPU, which judges every access, and their PTX,
-//! instruction by instruction. Rows lie apart, with NaN between them.
+//! Generated bodies that stand alone, against plain loops: their source on the simulated GPU, which judges every
+//! access, and their PTX, instruction by instruction. Rows lie apart, with NaN between them.
 #![allow(unsafe_code, reason = "operands of a launch, by address")]
 
 use crate::codegen::Choices;
@@ -99,7 +99,8 @@ impl Tensor {
         })
     }
 
-    /// What a result of this type may be off by, of a sum of numbers of size `size`: what multiplies is two terms of bf16, or more.
+    /// What a result of this type may be off by, of a sum of numbers of size `size`: what multiplies is two terms of
+    /// bf16, or more.
     fn tolerance(&self, expected: f64, size: f64) -> f64 {
         let rounding = match self.dtype {
             DType::F32 => 0.0,
@@ -188,7 +189,8 @@ fn run(runs: Runs, name: &str, seed: u64, operands: &mut [Operand<'_>], index: &
     }
 }
 
-/// Whether `y` is what `expected` says of each element, with the size of what it is the sum of; and NaN still where nothing is.
+/// Whether `y` is what `expected` says of each element, with the size of what it is the sum of; and NaN still where
+/// nothing is.
 fn assert_is(name: &str, y: &Tensor, expected: impl Fn(usize, usize) -> (f64, f64)) {
     for r in 0..y.rows {
         for c in 0..y.columns {

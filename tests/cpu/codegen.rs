@@ -1,4 +1,5 @@
-//! Bodies over the memory hierarchy: what is generated is what is committed, and nothing in it is too little or too much.
+//! Bodies over the memory hierarchy: what is generated is what is committed, and nothing in it is too little or too
+//! much.
 
 use perpetua::codegen::bodies::{File, files, flash_attention};
 use perpetua::codegen::emit::emit;
@@ -110,7 +111,8 @@ fn innermost(open: &[LoopId]) -> Start {
     open.last().map_or(Start::FIRST, |id| Start::at(*id))
 }
 
-/// A body of nested loops in which tiles are loaded, by one to four stages, split, multiplied, kept and written as it comes.
+/// A body of nested loops in which tiles are loaded, by one to four stages, split, multiplied, kept and written as it
+/// comes.
 fn random_body(choices: &mut Choices) -> Body {
     let (mut body, [x, y]) = Body::new("random", "", ["x", "y"]);
     let own = ["first", "second"].map(|name| body.tile(name, Place::Own { columns: 64 }));

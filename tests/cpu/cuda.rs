@@ -92,7 +92,8 @@ fn tokens_come_through_the_mailbox_and_nothing_is_left_behind() {
         assert_eq!(stamps.len(), 1 + 4);
         assert!(stamps.is_sorted());
 
-        // What a run is, call by call: the prompt and the control block go in; the kernel is launched; the control block and the fault record come out.
+        // What a run is, call by call: the prompt and the control block go in; the kernel is launched; the control
+        // block and the fault record come out.
         let calls = driver.calls();
         let run: Vec<&str> = calls[loaded..].iter().map(String::as_str).collect();
         let launch = format!("cuLaunchCooperativeKernel blocks {N_SMS} threads {BLOCK_THREADS} shared {SHARED_BYTES}");
@@ -118,8 +119,8 @@ fn tokens_come_through_the_mailbox_and_nothing_is_left_behind() {
     assert_eq!((of("cuMemAlloc "), of("cuMemFree"), of("cuModuleLoadDataEx")), (1, 1 + of("cuMemFreeHost"), 1));
 }
 
-/// What loading is, call by call: room is asked for and taken once, the kernel is got ready before anything is copied, and what
-/// the host does not bring is zeroed.
+/// What loading is, call by call: room is asked for and taken once, the kernel is got ready before anything is copied,
+/// and what the host does not bring is zeroed.
 #[test]
 fn loading_is_so_many_calls_in_this_order() {
     let Some(embedded) = device_image().filter(|_| has_kernel()) else { return };
@@ -186,8 +187,8 @@ fn loading_is_so_many_calls_in_this_order() {
     let (before, uploads) = calls.split_at(expected.len());
     assert_eq!(before, expected);
 
-    // Then several threads bring what there is, in any order: each piece once, by a stream a thread, through two buffers each as large as the
-    // largest, which are one allocation; all is given back.
+    // Then several threads bring what there is, in any order: each piece once, by a stream a thread, through two
+    // buffers each as large as the largest, which are one allocation; all is given back.
     let mut pieces: Vec<usize> = sections.into_iter().filter(|bytes| *bytes > 0).collect();
     pieces.extend(bindings().filter(is_brought).map(|binding| binding.bytes as usize));
     let of = |name: &str| -> Vec<usize> {
@@ -238,7 +239,8 @@ fn a_deadline_ends_the_kernel() {
     }
 }
 
-/// Another thread's word gets through while the kernel runs; of a run that has ended, or whose engine has gone, it is not passed on.
+/// Another thread's word gets through while the kernel runs; of a run that has ended, or whose engine has gone, it is
+/// not passed on.
 #[test]
 fn another_thread_stops_the_kernel() {
     if !has_kernel() {
@@ -493,8 +495,8 @@ fn drills_end_in_their_errors_and_the_engine_goes_on() {
     let mut engine = Engine::new(&model, &config(gpu(&driver))).expect("resident");
     let expected = generate(&mut engine, &PROMPT, 2).expect("it runs");
 
-    // An event that never fires.
-    // The first that the prompt's pass waits for, as all workers do: nobody loses patience with what it leads to before.
+    // An event that never fires. The first that the prompt's pass waits for, as all workers do: nobody loses patience
+    // with what it leads to before.
     let event = {
         let view = engine.resident().compiled().image.view();
         let tasks = view.tasks.iter().skip(view.programs[1].task_first as usize);
@@ -723,7 +725,8 @@ fn probes_measure_what_they_say() {
             assert!(prober.hand(2 + u32::from(by_flags), 5, by_flags).expect("it runs").as_nanos() > 0);
         }
         assert!(prober.meet(N_SMS, 50).expect("it runs").as_nanos() > 0);
-        // What is brought, copy by copy: a whole number of those the memory has room for; and pieces, each in parts, once.
+        // What is brought, copy by copy: a whole number of those the memory has room for; and pieces, each in parts,
+        // once.
         let mut brought = |bring: &mut dyn FnMut(&mut Prober)| -> Vec<usize> {
             let began = driver.calls().len();
             bring(&mut prober);

@@ -350,7 +350,8 @@ proptest! {
 proptest! {
     #![proptest_config(cases(1000))]
 
-    /// Whatever an event costs, exact relations stay exact; where exactness is given up, law 1 stays and the factor says so.
+    /// Whatever an event costs, exact relations stay exact; where exactness is given up, law 1 stays and the factor
+    /// says so.
     #[test]
     fn costs_change_the_events_and_not_the_order(bytes in choices(), wait in 0usize..4, limit in 0u32..3) {
         let graph = random_graph(&bytes);
@@ -492,7 +493,8 @@ fn a_residual_that_reads_everything_stays_beside_an_aligned_path() {
     assert_eq!((*first, *second, first_tensor.as_str(), bytes.clone()), (1, 16, "u", 16..32));
 }
 
-/// A chain of aligned operators that ends by overwriting its start: the way through the chain orders what is overwritten.
+/// A chain of aligned operators that ends by overwriting its start: the way through the chain orders what is
+/// overwritten.
 #[test]
 fn an_aligned_chain_implies_its_ends() {
     let mut table = TensorTable::default();
@@ -642,8 +644,9 @@ fn just_in_time_tasks_stand_in_no_list_and_need_an_event() {
     assert!(matches!(broken[0], Violation::NeverLaunched { task: 0, .. }), "{broken:?}");
 }
 
-/// Workers 0 and 1 have a large block each, and worker 2 none: of what comes next, three operators of one block each, it takes as
-/// much more than the others as it can have taken in before; and no worker two of those that run side by side.
+/// Workers 0 and 1 have a large block each, and worker 2 none: of what comes next, three operators of one block each,
+/// it takes as much more than the others as it can have taken in before; and no worker two of those that run side by
+/// side.
 #[test]
 fn who_had_nothing_to_do_does_not_keep_the_others_waiting() {
     let mut table = TensorTable::default();

@@ -1,5 +1,5 @@
-//! Random small graphs: every executor computes what the reference does, whatever the worker count and however tasks meet;
-//! the image decodes to what was encoded; damaged images are refused.
+//! Random small graphs: every executor computes what the reference does, whatever the worker count and however tasks
+//! meet; the image decodes to what was encoded; damaged images are refused.
 
 use perpetua::compile::{Compiled, Config, Source, compile};
 use perpetua::engine::Resident;
@@ -331,8 +331,9 @@ fn passes_that_choose_no_token_reuse_memory_too() {
     assert!(all.peak_bytes < all.without_reuse_bytes);
 }
 
-/// An image that is decoded can be run: whatever was changed in it, the reference ends, with a result or a fault, in memory
-/// that is its own. Positions are the engine's word, so what the caches and the token buffer hold is left as it is.
+/// An image that is decoded can be run: whatever was changed in it, the reference ends, with a result or a fault, in
+/// memory that is its own. Positions are the engine's word, so what the caches and the token buffer hold is left as it
+/// is.
 #[test]
 fn what_is_decoded_can_be_run() {
     let (compiled, weights) = small_model(3);
@@ -403,7 +404,8 @@ fn declarations_that_cannot_be_are_refused() {
     assert!(said(graph.elementwise("relu", Function::Activate, Activation::Relu, gaps, None)).contains("stride 2"));
 }
 
-/// In passes of several rows a norm between products is part of them, unless somebody else wants what it makes, or makes what it reads.
+/// In passes of several rows a norm between products is part of them, unless somebody else wants what it makes, or
+/// makes what it reads.
 #[test]
 fn norms_between_products_are_part_of_them() {
     let (rows, k, n) = (20, 64, 48);
@@ -468,7 +470,8 @@ fn norms_between_products_are_part_of_them() {
     }
 }
 
-/// What a product multiplies with may be another task's result: then nobody reads it before that task has ended, as is done with weights.
+/// What a product multiplies with may be another task's result: then nobody reads it before that task has ended, as is
+/// done with weights.
 #[test]
 fn products_of_what_others_make_wait_for_it() {
     let (rows, k, n) = (20, 64, 48);
@@ -534,7 +537,8 @@ fn an_operator_cut_by_hand_is_run_and_judged() {
     assert!(error.contains("operand `y` is given as Read, expected Write"), "{error}");
 }
 
-/// A graph of one's own with experts, of which there may be one; and their weights, which lie apart, read back as one tensor.
+/// A graph of one's own with experts, of which there may be one; and their weights, which lie apart, read back as one
+/// tensor.
 #[test]
 fn experts_are_a_stack_of_weights() {
     for (experts, chosen) in [(1, 1), (5, 2)] {
@@ -579,7 +583,8 @@ fn experts_are_a_stack_of_weights() {
     }
 }
 
-/// What a host may do while workers run: look how far they are, read the tokens that it has seen counted, stop them, go away.
+/// What a host may do while workers run: look how far they are, read the tokens that it has seen counted, stop them, go
+/// away.
 #[test]
 fn a_host_follows_the_token_loop() {
     let mut config = preset_config("tiny-simt").unwrap();

@@ -1,4 +1,5 @@
-//! Rows that tell their readers themselves that they are there: which are flagged, what events are left, and the rules of images.
+//! Rows that tell their readers themselves that they are there: which are flagged, what events are left, and the rules
+//! of images.
 
 use super::simt::{WIDE, broken_rule, encode, model};
 use perpetua::compile::{Compiled, Config, compile};
@@ -70,7 +71,8 @@ fn layers_are_told_by_flags_and_the_end_by_events() {
     assert_eq!(kinds(&long).into_iter().filter(|(_, kind)| *kind == BufferKind::Flagged).count(), 1 + 6);
     let names = with_events(&long);
     assert_eq!(names[..2], ["model.layers.0.mlp.gate_up", "model.layers.0.mlp.down_proj"], "{names:?}");
-    // A norm of a row too long for a product to have it is by flags what it takes, and not what each worker makes for itself.
+    // A norm of a row too long for a product to have it is by flags what it takes, and not what each worker makes for
+    // itself.
     let (_dir, wide) = super::simt::model(&[("num_hidden_layers", 1), ("hidden_size", 4104)]);
     let wide = kinds(&decoding(&wide, Target::gpu(9), &[]));
     let copies = wide.iter().filter(|(name, _)| name.ends_with(" copies")).map(|(_, kind)| kind.clone());

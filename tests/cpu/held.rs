@@ -1,7 +1,9 @@
-//! What the worker holds over all bodies: registers of its PTX that are live where it chooses among them. Each is one that no body has.
+//! What the worker holds over all bodies: registers of its PTX that are live where it chooses among them. Each is one
+//! that no body has.
 //!
-//! PTX has as many registers as it likes, and none that is nobody's: where a value is there on one way and is not looked at on the
-//! others, as a `Result`'s words are, it is live on all ways that lead there, around the worker's loop and through every body.
+//! PTX has as many registers as it likes, and none that is nobody's: where a value is there on one way and is not
+//! looked at on the others, as a `Result`'s words are, it is live on all ways that lead there, around the worker's loop
+//! and through every body.
 
 use std::collections::HashMap;
 

@@ -1,5 +1,5 @@
-//! The PTX that rustc made of the kernels, run instruction by instruction as libcuda would be asked to run it: what the compiler
-//! and our assembly made of the source, judged by what comes out.
+//! The PTX that rustc made of the kernels, run instruction by instruction as libcuda would be asked to run it: what the
+//! compiler and our assembly made of the source, judged by what comes out.
 
 use crate::cuda::{gpu, has_kernel, options as greedy};
 use crate::simt::{model, model_of, recast};
@@ -127,12 +127,14 @@ proptest! {
         let driver = driver(case.n_sms, case.seed);
         let found = Engine::new(&model, &on(&driver, config)).expect("resident").logits(&ids, |_| ());
         let distance = distance(&expected, &found.expect("it runs"));
-        // Both keep the cache in bf16, where a last bit may turn; passes of several rows round what their products multiply too.
+        // Both keep the cache in bf16, where a last bit may turn; passes of several rows round what their products
+        // multiply too.
         prop_assert!(distance < if case.n_tokens > 1 { 3e-2 } else { 1e-2 }, "{}", distance);
     }
 }
 
-/// Of few rows behind many positions, attention is shared by workers: of several blocks of rows or one, in passes that fill theirs and that do not.
+/// Of few rows behind many positions, attention is shared by workers: of several blocks of rows or one, in passes that
+/// fill theirs and that do not.
 #[test]
 fn attention_shared_along_positions_has_the_cpus_logits() {
     if !has_kernel() {
@@ -206,9 +208,9 @@ fn the_token_loop_makes_the_cpus_tokens() {
     }
 }
 
-/// Rows longer than shared memory has room for, by flags: of two in a tile, of one in a tile larger than others, and of so many elements
-/// that all threads have all the registers of it that there may be; in two segments and three; the row that all products read, by more rows of
-/// weights than sums have room for. And where no tiles are brought.
+/// Rows longer than shared memory has room for, by flags: of two in a tile, of one in a tile larger than others, and of
+/// so many elements that all threads have all the registers of it that there may be; in two segments and three; the row
+/// that all products read, by more rows of weights than sums have room for. And where no tiles are brought.
 #[test]
 fn long_rows_make_the_cpus_tokens() {
     if !has_kernel() {
@@ -246,9 +248,9 @@ fn long_rows_make_the_cpus_tokens() {
     }
 }
 
-/// Matrices in 8 bits and in 4, by which the step's row is multiplied in whole numbers: by lines in pairs and not, with a norm or what splits found
-/// merged; in registers, where it is long, of one matrix and of two; one by one, of part of a line, and without loaders or the technique; of experts, too.
-/// Prompts are multiplied by them in bf16.
+/// Matrices in 8 bits and in 4, by which the step's row is multiplied in whole numbers: by lines in pairs and not, with
+/// a norm or what splits found merged; in registers, where it is long, of one matrix and of two; one by one, of part of
+/// a line, and without loaders or the technique; of experts, too. Prompts are multiplied by them in bf16.
 fn weights_in_fewer_bits_make_the_cpus_tokens(which: Quantize) {
     if !has_kernel() {
         return;
@@ -287,8 +289,8 @@ fn weights_in_fewer_bits_make_the_cpus_tokens(which: Quantize) {
         let sizes = [("hidden_size", hidden), ("intermediate_size", inner), ("vocab_size", vocab)];
         let (_dir, model) = model_of(preset, &sizes, seed);
         let model = model.quantize(how, |_| {}).expect("it is quantised");
-        // Threads round activations to as many bits as a GPU does in 8 bits, to fewer in 4, where the judge is who rounds nothing; of whom both are up to
-        // 6e-3. In passes of four there is what rounding to bf16 takes.
+        // Threads round activations to as many bits as a GPU does in 8 bits, to fewer in 4, where the judge is who
+        // rounds nothing; of whom both are up to 6e-3. In passes of four there is what rounding to bf16 takes.
         let (device, one) = if how == Quantize::Q8 { (Device::Cpu, 5e-3) } else { (Device::Reference, 1e-2) };
         let prompt = [3, 80, 41, 5, 0, 66];
         for (chunk, most, prompt) in [(1, one, &prompt[..3]), (4, 2e-2, &prompt)] {
@@ -320,8 +322,8 @@ fn weights_in_4_bits_make_the_cpus_tokens() {
     weights_in_fewer_bits_make_the_cpus_tokens(Quantize::Q4);
 }
 
-/// Every technique left out, one by one and all of them, in decoding and where a prompt is read, by many rows and by a few: with rows of a few hundred elements, with
-/// some too long for shared memory, and with some that come in segments.
+/// Every technique left out, one by one and all of them, in decoding and where a prompt is read, by many rows and by a
+/// few: with rows of a few hundred elements, with some too long for shared memory, and with some that come in segments.
 #[test]
 fn what_is_left_out_others_do() {
     if !has_kernel() {
@@ -413,8 +415,8 @@ fn operators_make_the_cpus_tokens() {
     }
 }
 
-/// A mixture alone, of which an expert's rows are multiplied together: more than a part has where few are chosen, and none by some. A
-/// shorter pass is the first rows of the longer one. Without warpgroups a warp has each product.
+/// A mixture alone, of which an expert's rows are multiplied together: more than a part has where few are chosen, and
+/// none by some. A shorter pass is the first rows of the longer one. Without warpgroups a warp has each product.
 #[test]
 fn rows_of_an_expert_are_products_of_warpgroups() {
     if !has_kernel() {
@@ -529,7 +531,9 @@ fn wave(at: usize, seed: usize) -> f32 {
     ((at * (seed + 13) + seed * 17) as f32 * 0.37).sin()
 }
 
-/// Mixtures of experts, norms of what is added and of all queries together, heads that are turned in part or have sinks, layers that pass states on: by flags, by events, a launch per operator, and where nobody asks L2 for what is next.
+/// Mixtures of experts, norms of what is added and of all queries together, heads that are turned in part or have
+/// sinks, layers that pass states on: by flags, by events, a launch per operator, and where nobody asks L2 for what is
+/// next.
 #[test]
 fn families_with_operators_of_their_own_make_the_cpus_tokens() {
     if !has_kernel() {
@@ -567,8 +571,8 @@ fn families_with_operators_of_their_own_make_the_cpus_tokens() {
             let made = tokens(&mut engine, prompt, &greedy(3)).expect("it runs");
             let logits = engine.last_logits().expect("it runs").expect("a token was made");
             let distance = distance(&expected.1, &logits);
-            // Gates make more of what rounding loses: with products' inputs rounded to bf16 transformers, too, is off by 2e-2 to 1e-1 at these positions.
-            // Beside gpt-oss's experts the CPU rounds to 8 bits.
+            // Gates make more of what rounding loses: with products' inputs rounded to bf16 transformers, too, is off
+            // by 2e-2 to 1e-1 at these positions. Beside gpt-oss's experts the CPU rounds to 8 bits.
             let allowed = if matches!(name, "tiny-qwen3.5" | "tiny-gpt-oss") { 4e-2 } else { 1e-2 };
             assert!(made == expected.0 && distance < allowed, "{name}, {mode:?}, {without:?}: {made:?}, {distance}");
             (logits, driver.report().instructions)
@@ -583,8 +587,8 @@ fn families_with_operators_of_their_own_make_the_cpus_tokens() {
     }
 }
 
-/// An encoder: both kinds of norm, attention both ways, pooling. One whose positions begin elsewhere, a decoder, which reads in passes, and two with
-/// windows on both sides, the second with linear layers behind the pooling.
+/// An encoder: both kinds of norm, attention both ways, pooling. One whose positions begin elsewhere, a decoder, which
+/// reads in passes, and two with windows on both sides, the second with linear layers behind the pooling.
 #[test]
 fn sentences_have_the_cpus_directions() {
     if !has_kernel() {

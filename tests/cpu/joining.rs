@@ -84,7 +84,8 @@ fn a_stop_string_ends_one_of(model: &Model) {
     while batch.room() == 0 {
         take(&mut batch, 1, &mut made);
     }
-    // What goes on from there, in the cache of the one that ended, if it was that one, which workers may have gone on with.
+    // What goes on from there, in the cache of the one that ended, if it was that one, which workers may have gone on
+    // with.
     let longer = [&prompts[1][..], &expected[1].0, &[7, 8]].concat();
     let asked = GenerateOptions { reuse_prefix: true, ..free.clone() };
     expected.insert(2, alone(&mut single, &longer, &free));
@@ -240,7 +241,8 @@ fn sequences_join_on_a_gpu() {
     for at in [On::Simt, On::Ptx(cuda::Mode::Persistent), On::Ptx(cuda::Mode::PerOperator)] {
         let mut engine = Engine::new(&model, &at.config(3, config(Device::Cpu, Some(2)))).unwrap();
         let asked = [own_options(0, 5, None), own_options(1, 4, None), own_options(3, 3, None)];
-        // Beside another with a row of its own in the pass, rounding may be another: who was there before is compared with itself.
+        // Beside another with a row of its own in the pass, rounding may be another: who was there before is compared
+        // with itself.
         let mut run = |n: usize| {
             let mut batch = engine.batch().unwrap();
             let mut made = BTreeMap::new();
@@ -263,7 +265,8 @@ fn sequences_join_on_a_gpu() {
     }
 }
 
-/// A run that fails ends all of its sequences, says so once, and leaves nothing that is taken for a prefix; the batch goes on.
+/// A run that fails ends all of its sequences, says so once, and leaves nothing that is taken for a prefix; the batch
+/// goes on.
 #[test]
 fn a_fault_ends_all_and_the_batch_goes_on() {
     if !has_kernel() {

@@ -1,5 +1,5 @@
-//! Prompt lookup: tokens guessed from the text so far and verified in one pass change how long a text takes, and nothing else; on a GPU, where a
-//! pass of several rows rounds what it multiplies, the logits but for that.
+//! Prompt lookup: tokens guessed from the text so far and verified in one pass change how long a text takes, and
+//! nothing else; on a GPU, where a pass of several rows rounds what it multiplies, the logits but for that.
 
 use super::batch::{On, judge};
 use super::cuda::has_kernel;
@@ -99,8 +99,8 @@ fn draws_are_the_same(model: &Model) {
     }
 }
 
-/// Each row knows what the rows before it have read, guesses too. Below 1 texts repeat themselves, so that guesses are right. (What penalties do:
-/// `models::tokens_that_are_there_already_are_penalised`.)
+/// Each row knows what the rows before it have read, guesses too. Below 1 texts repeat themselves, so that guesses are
+/// right. (What penalties do: `models::tokens_that_are_there_already_are_penalised`.)
 #[test]
 fn penalties_are_those_without() {
     let model = fixture("tiny-qwen2");
@@ -245,8 +245,8 @@ fn cpu(model: &Model) -> Engine {
     Engine::new(model, &EngineConfig { device: Device::Cpu, threads: Some(2), ..gpu_config(None) }).unwrap()
 }
 
-/// Has `engine` go on with `prompt`, and judges its last logits by what `cpu` says after the same tokens; how many passes fewer it took than one
-/// for each token.
+/// Has `engine` go on with `prompt`, and judges its last logits by what `cpu` says after the same tokens; how many
+/// passes fewer it took than one for each token.
 fn judged(engine: &mut Engine, cpu: &mut Engine, prompt: &[u32], n: usize, allowed: f64, what: &str) -> usize {
     let (tokens, end, logits) = made(engine, prompt, &options(n));
     assert_eq!((tokens.len(), end), (n, Some(End::MaxTokens)), "{what}");
@@ -258,7 +258,8 @@ fn judged(engine: &mut Engine, cpu: &mut Engine, prompt: &[u32], n: usize, allow
     n - 1 - passes
 }
 
-/// Whatever the weights, experts and windows: after each number of tokens, which ends a run within a pass that verifies, or behind it.
+/// Whatever the weights, experts and windows: after each number of tokens, which ends a run within a pass that
+/// verifies, or behind it.
 #[test]
 fn a_gpu_verifies_guesses() {
     if !has_kernel() {

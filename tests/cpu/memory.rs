@@ -38,8 +38,8 @@ fn aligned(n: RangeInclusive<usize>) -> impl Strategy<Value = Vec<Buffer>> {
 }
 
 /// Whether there is a placement, by going through time: the ways in which the buffers alive so far can lie, each birth
-/// multiplied by every offset where it fits. Two ways that agree on the buffers still alive are one. Shares nothing with
-/// the search but the definition of overlap, and assumes nothing of how good placements look.
+/// multiplied by every offset where it fits. Two ways that agree on the buffers still alive are one. Shares nothing
+/// with the search but the definition of overlap, and assumes nothing of how good placements look.
 fn fits_by_trying_all(buffers: &[Buffer], capacity_bytes: u64) -> bool {
     let mut by_birth = buffers.to_vec();
     by_birth.sort_by_key(|b| b.lower);

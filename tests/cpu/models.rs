@@ -134,8 +134,9 @@ const TRAINED: &str = "tiny-rustdoc";
 /// gpt-oss with its experts as `transformers` writes them, each matrix by columns, gates and ups in turn.
 const BY_COLUMNS: &str = "tiny-gpt-oss-bf16";
 
-/// How much further off than others a model's logits may be. gpt-oss's random ones make more of what rounding loses, transformers in bf16 is off by 2e-3 to 6e-3 of them, and beside experts in
-/// MXFP4 activations are rounded to 8 bits on CPU threads.
+/// How much further off than others a model's logits may be. gpt-oss's random ones make more of what rounding loses,
+/// transformers in bf16 is off by 2e-3 to 6e-3 of them, and beside experts in MXFP4 activations are rounded to 8 bits
+/// on CPU threads.
 fn slack(name: &str) -> f64 {
     if name.starts_with("tiny-gpt-oss") { 4.0 } else { 1.0 }
 }
@@ -166,7 +167,8 @@ fn threads_logits_are_close_to_transformers() {
     for name in oracles() {
         let model = Model::load(fixture(name)).unwrap();
         let vocab = model.config().vocab_size();
-        // In one chunk, in several, and token by token as decode does. Rounded to bf16, where the core has products for that, further off.
+        // In one chunk, in several, and token by token as decode does. Rounded to bf16, where the core has products for
+        // that, further off.
         let close = [&[256][..], &[7, 64], &[1]].map(|chunks| (PromptPrecision::High, chunks, 1e-3));
         for (precision, chunks, bound) in close.into_iter().chain([(PromptPrecision::Bf16, &[256][..], 2.5e-3)]) {
             let mut engine = engine_of(&model, Device::Cpu, precision, true, chunks);
@@ -229,8 +231,9 @@ fn greedy_tokens_match_transformers() {
     }
 }
 
-/// The GPU's code on a simulated GPU: a prompt's logits, and the tokens after it, whatever the number of SMs. The example
-/// `gpu_code_fixtures` does it with 132. The largest fixture takes as long as the others together, and has one number only.
+/// The GPU's code on a simulated GPU: a prompt's logits, and the tokens after it, whatever the number of SMs. The
+/// example `gpu_code_fixtures` does it with 132. The largest fixture takes as long as the others together, and has one
+/// number only.
 #[test]
 fn a_simulated_gpu_matches_transformers() {
     let others = [("tiny-llama", 7), ("tiny-qwen2", 7)];
@@ -305,7 +308,8 @@ fn a_seeded_draw_repeats_and_respects_top_k() {
     assert_ne!(a, greedy);
 }
 
-/// The prompt's tokens, and those made, each once, before the likeliest is taken: by the rule, spelt out on logits of the whole text.
+/// The prompt's tokens, and those made, each once, before the likeliest is taken: by the rule, spelt out on logits of
+/// the whole text.
 #[test]
 fn tokens_that_are_there_already_are_penalised() {
     let dir = tempfile::tempdir().unwrap();
@@ -388,12 +392,12 @@ fn synthetic_models_of_every_family_agree_with_the_reference() {
     }
 }
 
-/// Weights in fewer bits cost what rounding them costs and no more: the threads' kernels against plain loops over the same
-/// weights, and both against the checkpoint's.
+/// Weights in fewer bits cost what rounding them costs and no more: the threads' kernels against plain loops over the
+/// same weights, and both against the checkpoint's.
 #[test]
 fn weights_in_fewer_bits_stay_near_the_checkpoint() {
-    // What 4 bits cost a fixture is much: its weights are random, and nothing in it is redundant. Threads' kernels round activations to 8 bits beside
-    // them, which costs a hundredth of that.
+    // What 4 bits cost a fixture is much: its weights are random, and nothing in it is redundant. Threads' kernels
+    // round activations to 8 bits beside them, which costs a hundredth of that.
     for (name, (how, [of_kernels, of_weights])) in
         oracles().flat_map(|name| [(name, (Quantize::Q8, [1e-3, 1e-2])), (name, (Quantize::Q4, [1e-2, 1.0]))])
     {
@@ -415,7 +419,8 @@ fn weights_in_fewer_bits_stay_near_the_checkpoint() {
         };
         println!("{name} {how}: kernels {:.1e}, weights {:.1e}", mean(&plain, &threads), mean(&expected, &threads));
         let (of_kernels, of_weights) = (of_kernels * slack(name), of_weights * slack(name));
-        // With weights rounded gpt-oss's routers come so near a tie that what kernels round of activations beside 4 bits decides it.
+        // With weights rounded gpt-oss's routers come so near a tie that what kernels round of activations beside 4
+        // bits decides it.
         let decides_ties = name == "tiny-gpt-oss" || name == BY_COLUMNS && how == Quantize::Q4;
         let off = mean(&plain, &threads);
         assert!(decides_ties || off <= of_kernels, "{name} {how}: kernels {off}");
@@ -457,8 +462,8 @@ fn rows_in_fewer_bits_are_whole_in_every_image() {
     }
 }
 
-/// Sentence models and what `sentence-transformers` makes of texts: encoders, a decoder that sees what comes after a token, too, and one that reads in
-/// passes as it reads prompts.
+/// Sentence models and what `sentence-transformers` makes of texts: encoders, a decoder that sees what comes after a
+/// token, too, and one that reads in passes as it reads prompts.
 #[test]
 fn embeddings_match_sentence_transformers() {
     for (name, dim) in
@@ -496,7 +501,8 @@ fn embeddings_match_sentence_transformers() {
     }
 }
 
-/// A decoder's passes and workers, and a longer context than a sentence needs, change no bit; one that it does not fit is refused.
+/// A decoder's passes and workers, and a longer context than a sentence needs, change no bit; one that it does not fit
+/// is refused.
 #[test]
 fn a_decoders_embeddings_have_the_same_bits_in_any_passes() {
     let model = Model::load(fixture("tiny-embedding")).unwrap();
@@ -577,7 +583,8 @@ fn widen(path: &Path) {
     std::fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
 }
 
-/// Of a model that sees, the half that reads: by the names of the published files, and those that transformers writes now.
+/// Of a model that sees, the half that reads: by the names of the published files, and those that transformers writes
+/// now.
 #[test]
 fn the_half_that_reads_is_a_model() {
     let ids = &cases("tiny-gemma3")[2].ids;

@@ -60,7 +60,8 @@ fn told(program: &mut Command, input: &[u8]) -> (Option<i32>, String, String) {
     (output.status.code(), text(output.stdout), text(output.stderr))
 }
 
-/// A file's text, or standard input's, is what the same text on the command line is, and may be longer than that can be.
+/// A file's text, or standard input's, is what the same text on the command line is, and may be longer than that can
+/// be.
 #[test]
 fn prompts_and_sentences_come_from_files() {
     let temp = tempfile::tempdir().unwrap();
@@ -432,8 +433,8 @@ fn plan_predicts_what_is_launched_just_in_time() {
     assert!(message.contains("just-in-time operator nothing: there is no operator"), "{message}");
 }
 
-/// Half the bytes, nearly, where matrices are in 8 bits, fewer still in 4, and judged as ever.
-/// Of gpt-oss's experts those that a token goes to are read, in the 4 bits that files have, and their biases: nobody brings the others'.
+/// Half the bytes, nearly, where matrices are in 8 bits, fewer still in 4, and judged as ever. Of gpt-oss's experts
+/// those that a token goes to are read, in the 4 bits that files have, and their biases: nobody brings the others'.
 #[test]
 fn plan_counts_the_experts_of_a_token() {
     let text = String::from_utf8(perpetua(&["plan", "--preset", "gpt-oss-20b", "--context", "512"]).stdout).unwrap();
@@ -467,8 +468,8 @@ fn plan_knows_fewer_bits() {
     assert_eq!(refused.status.code(), Some(2), "{}", String::from_utf8_lossy(&refused.stderr));
 }
 
-/// A batch's step, too: a worker that has parts of several sequences' attention, and merges some, waits for the others' parts of one only when
-/// it has done its own of all.
+/// A batch's step, too: a worker that has parts of several sequences' attention, and merges some, waits for the others'
+/// parts of one only when it has done its own of all.
 #[test]
 fn plan_decodes_batches() {
     let temp = tempfile::tempdir().unwrap();
@@ -795,7 +796,8 @@ fn gpu_check_refuses_what_comes_to_nothing() {
     }
 }
 
-/// What a section of gpu-check, told `how` and where its fixtures are, ends with: its status, its record, and what it prints.
+/// What a section of gpu-check, told `how` and where its fixtures are, ends with: its status, its record, and what it
+/// prints.
 fn checked(section: &str, fixtures: &str, out: &Path, how: &[&str]) -> (Option<i32>, serde_json::Value, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_perpetua"))
         .args(["gpu-check", "--simulated", section, "--fixtures", fixtures, "--out"])
@@ -977,7 +979,8 @@ fn what_a_gpu_does_not_get_on_with_is_found() {
     assert_eq!(record["done_in_trials"], serde_json::json!({"again": false, "without-all": false}));
 }
 
-/// However a check is ended, its section does not go on without it: it would have the GPU to itself, and nobody to end it.
+/// However a check is ended, its section does not go on without it: it would have the GPU to itself, and nobody to end
+/// it.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_section_does_not_outlive_its_gpu_check() {

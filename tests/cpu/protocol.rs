@@ -1,18 +1,20 @@
 //! The worker loop under two model checkers. The loop is the one that runs on the GPU and on CPU threads; only
-//! [`Sync`](perpetua_device::sync::Sync) is theirs ([`Model`]). Twins with one ordering or one wait less must be refused.
+//! [`Sync`](perpetua_device::sync::Sync) is theirs ([`Model`]). Twins with one ordering or one wait less must be
+//! refused.
 //!
-//! With just-in-time tasks there is a scheduler, a thread of its own as on a GPU, or whoever of the workers waits, as on CPU
-//! threads; queue and scheduler are the device crate's too.
+//! With just-in-time tasks there is a scheduler, a thread of its own as on a GPU, or whoever of the workers waits, as
+//! on CPU threads; queue and scheduler are the device crate's too.
 //!
-//! *loom*: every interleaving, and every value a relaxed load may see, of small worlds. Who has polled a few times, enough to
-//! see every value, polls again only when a word has been written ([`Rest`]), or there would be no end of interleavings. Two
-//! workers beside a scheduler thread are too many all the same: there are one worker and the scheduler, and two workers that
-//! launch. Bound: two preemptions a run (loom's advice: most bugs need no more), two iterations of the token loop.
+//! *loom*: every interleaving, and every value a relaxed load may see, of small worlds. Who has polled a few times,
+//! enough to see every value, polls again only when a word has been written ([`Rest`]), or there would be no end of
+//! interleavings. Two workers beside a scheduler thread are too many all the same: there are one worker and the
+//! scheduler, and two workers that launch. Bound: two preemptions a run (loom's advice: most bugs need no more), two
+//! iterations of the token loop.
 //!
-//! *shuttle*: two and three workers beside a scheduler thread, by seeds: schedules that are random, and such as preempt only a few
-//! times, at random places, which find a bug that takes `d` of them with a known probability (PCT, Burckhardt et al. 2010).
-//! Its atomics are sequentially consistent whatever they are asked for, so it judges interleavings and no orderings: those are
-//! loom's, in the smaller worlds, and the simulated GPU's.
+//! *shuttle*: two and three workers beside a scheduler thread, by seeds: schedules that are random, and such as preempt
+//! only a few times, at random places, which find a bug that takes `d` of them with a known probability (PCT,
+//! Burckhardt et al. 2010). Its atomics are sequentially consistent whatever they are asked for, so it judges
+//! interleavings and no orderings: those are loom's, in the smaller worlds, and the simulated GPU's.
 
 use perpetua_device::queue::{self, Words};
 use perpetua_device::scheduler::Scheduler;
@@ -283,7 +285,8 @@ fn hand_over(orders: Orders) -> World {
     World { view: view(&TASKS, &HEADS, &LISTS), work, orders, launcher: Launcher::Nobody }
 }
 
-/// w0 hands a number over by its flag and ends the iteration, w1 reads it between the two; `heard`: w0 waits until it has.
+/// w0 hands a number over by its flag and ends the iteration, w1 reads it between the two; `heard`: w0 waits until it
+/// has.
 fn flagged(work: &'static [Work; 3], heard: bool) -> World {
     static TASKS: [TaskDesc; 3] = [task((0, 0), (0, 0)), task((0, 0), (1, 1)), task((1, 2), (2, 1))];
     static UNHEARD: [TaskDesc; 3] = [task((0, 0), (0, 0)), task((0, 0), (1, 0)), task((2, 1), (2, 1))];
@@ -293,8 +296,8 @@ fn flagged(work: &'static [Work; 3], heard: bool) -> World {
     World { view: view(tasks, &HEADS, &LISTS), work, orders: RIGHT, launcher: Launcher::Nobody }
 }
 
-/// w0 writes and ends the iteration; two tasks between that are launched when w0 has written; the others, if there are any,
-/// have none of their own.
+/// w0 writes and ends the iteration; two tasks between that are launched when w0 has written; the others, if there are
+/// any, have none of their own.
 fn launched(launcher: Launcher, n_workers: usize, orders: Orders) -> World {
     const READ: TaskDesc = TaskDesc { flags: TaskFlags::JUST_IN_TIME, ..task((0, 1), (1, 1)) };
     static EVENTS: [[EventDesc; 4]; 3] = [
@@ -364,8 +367,8 @@ impl<M: Model> Shared<M> {
     }
 }
 
-/// What a thread does that has polled in vain. loom shows a load an older value only once before the thread yields, and no word
-/// has more than this many.
+/// What a thread does that has polled in vain. loom shows a load an older value only once before the thread yields, and
+/// no word has more than this many.
 #[derive(Default)]
 struct Rest {
     /// As they were before the last poll.

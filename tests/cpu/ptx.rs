@@ -18,35 +18,59 @@ const OPERATOR: &str = perpetua_shared::launch::OPERATOR;
 const PROBE: &str = "perpetua_probe_barrier";
 const COPIES: &str = "perpetua_probe_copy";
 
-/// What may only get better silently. A block of this size may have 255 registers a thread; convergent
-/// instructions are counted in the source after inlining, so a number that changes with no change in the kernels is a
-/// compiler that copies barriers. Change a number together with the source that explains it. (The 128 sums of a
-/// warpgroup's products take most of them, and what the loop holds over all bodies the rest. 252 before faults were recorded where they are found, and
-/// not handed on; 255 while bodies were inlined before they were simplified; 254 while products of one row held their first rows of weights, in 120 words; 250
-/// before those that merge asked for splits of an attention while they merge others, 253 before what is seldom run lay elsewhere, 250 before flagged elements were looked at in one place,
-/// which is less code; 254 before functions were left to LLVM to inline, each simplified by then; 250 before who takes a tile looked once whether it is there, and measured
-/// only where it is not, which is fewer cycles and less code, and 254 before many rows' products found their outputs' operands once; 249 before
-/// a prompt's attention was a warpgroup's, whose weights wait in registers of their own for the products that read those before.)
+/// What may only get better silently. A block of this size may have 255 registers a thread; convergent instructions are
+/// counted in the source after inlining, so a number that changes with no change in the kernels is a compiler that
+/// copies barriers. Change a number together with the source that explains it. (The 128 sums of a warpgroup's products
+/// take most of them, and what the loop holds over all bodies the rest. 252 before faults were recorded where they are
+/// found, and not handed on; 255 while bodies were inlined before they were simplified; 254 while products of one row
+/// held their first rows of weights, in 120 words; 250 before those that merge asked for splits of an attention while
+/// they merge others, 253 before what is seldom run lay elsewhere, 250 before flagged elements were looked at in one
+/// place, which is less code; 254 before functions were left to LLVM to inline, each simplified by then; 250 before who
+/// takes a tile looked once whether it is there, and measured only where it is not, which is fewer cycles and less
+/// code, and 254 before many rows' products found their outputs' operands once; 249 before a prompt's attention was a
+/// warpgroup's, whose weights wait in registers of their own for the products that read those before.)
 const REGISTERS: u32 = 252;
 
-/// Barriers, two to a reduction: the start 1; triggers 2; tasks without triggers 1; a task that is fetched, in its turn or just in
-/// time, 4: the record, and what a batch's sequence sees and has of it; attention 17 (parts 2; of few queries 3; of many rows 2, for 64 dimensions and for 128, and of a share of the positions likewise; by a warpgroup the first block's and the next ones', those who copy one, and an end); rope 2 (what all heads of some rows are turned by, and the next rows'); advance 4 (what a pass that verifies drafts has chosen, what is asked, and the best place 2); decode_attention 5 (heads, the turned queries, parts of a group's; of one by one 2); rms_norm 2, where a row is alone; linear 45 and
-/// gated_linear 37 (a few rows', their activations, the sums' two and, in linear, a row's squares; a norm 3, likewise, in linear, of what splits found; a long row 2; a warpgroup's
-/// products 26: for each of five shapes, a step's of those who multiply and
-/// those who do not, the last step's of both, the sums' one; and a part's end; and in linear, before what is made for a product after a norm where no warpgroup
-/// has multiplied, 2); layer_norm 4; pool 2; argmax 2; causal_conv 1, before its state is written; recurrence 2, behind what is found of rows and behind these rows; gated 2, where a head is alone; experts_up 14 (a row that is staged one by one 3, by eight 3, what is made of it in 8 bits and in 4, the choice of experts 5, and a row's end) and experts_down 8 (3 and 1, and a group's two in 8 bits and in 4); expert_routes 6 (the choice 5, a row's end); routed_linear 18 (rows
-/// are counted 2, units 2, an expert's listed 2; of a warpgroup's products two shapes 10 and a part's end; the end of one without); sample 52 (the text's tokens 2, the best 2, nine sums
-/// of count and mass 4 each, walks 4 and 8). After a vote of those that wait before bodies, in a pass with just-in-time tasks, 2. In linear and gated_linear 2 each for long rows
-/// in 8 bits, and in 4; and [those of a product of one row](OF_ONE_ROW).
-/// Votes: waits of linear and gated_linear, of either in each of a warpgroup's five shapes and of a few rows, of decode_attention, of a product of one row in three forms, of all other bodies, of a task that is left out, and, before bodies, for a
-/// task and for the iteration; of tiles in vain where a pass begins, or the worker leaves. Shuffles, five to a sum, twice that for two words:
-/// rms_norm 15 (three sums), layer_norm 10, pool 5, argmax 10, rope 6 (a norm 5, and by fours a loop over lanes), attention 55 (11, of few queries a maximum and a total 4, and of many rows a maximum and a sum, over four lanes and of two rows, 8, for two sizes, of all positions and of a share, and by a warpgroup), advance 10, decode_attention 20 (a norm 5, a
-/// group's maximum and total 4, one by one 11), linear 140 and gated_linear 101 (of a warpgroup's products the factors of rows, a loop over lanes, in each of five shapes, and in linear two rows' squares 2; of a few rows' the factors, and in linear a row's squares 2; from global memory of one row and of four, from tiles of one, a norm, and of a
-/// long row in each of its widths, by its form four, two or three, and one, the one before and the last, and in linear the best of its outputs 10), experts_up 55 (a norm, one by one and by eight, what all experts make together, two products, and those of three forms of rows afar 30) and experts_down 15 (one by one, in 8 bits and in 4), expert_routes 5, routed_linear 20 (units, three products), sample 175, recurrence 40 (three sums, sixteen sums at once 16, and nine corrections), gated 10 (a sum over a warp, and one over the block).
+/// Barriers, two to a reduction: the start 1; triggers 2; tasks without triggers 1; a task that is fetched, in its turn
+/// or just in time, 4: the record, and what a batch's sequence sees and has of it; attention 17 (parts 2; of few
+/// queries 3; of many rows 2, for 64 dimensions and for 128, and of a share of the positions likewise; by a warpgroup
+/// the first block's and the next ones', those who copy one, and an end); rope 2 (what all heads of some rows are
+/// turned by, and the next rows'); advance 4 (what a pass that verifies drafts has chosen, what is asked, and the best
+/// place 2); decode_attention 5 (heads, the turned queries, parts of a group's; of one by one 2); rms_norm 2, where a
+/// row is alone; linear 45 and gated_linear 37 (a few rows', their activations, the sums' two and, in linear, a row's
+/// squares; a norm 3, likewise, in linear, of what splits found; a long row 2; a warpgroup's products 26: for each of
+/// five shapes, a step's of those who multiply and those who do not, the last step's of both, the sums' one; and a
+/// part's end; and in linear, before what is made for a product after a norm where no warpgroup has multiplied, 2);
+/// layer_norm 4; pool 2; argmax 2; causal_conv 1, before its state is written; recurrence 2, behind what is found of
+/// rows and behind these rows; gated 2, where a head is alone; experts_up 14 (a row that is staged one by one 3, by
+/// eight 3, what is made of it in 8 bits and in 4, the choice of experts 5, and a row's end) and experts_down 8 (3 and
+/// 1, and a group's two in 8 bits and in 4); expert_routes 6 (the choice 5, a row's end); routed_linear 18 (rows are
+/// counted 2, units 2, an expert's listed 2; of a warpgroup's products two shapes 10 and a part's end; the end of one
+/// without); sample 52 (the text's tokens 2, the best 2, nine sums of count and mass 4 each, walks 4 and 8). After a
+/// vote of those that wait before bodies, in a pass with just-in-time tasks, 2. In linear and gated_linear 2 each for
+/// long rows in 8 bits, and in 4; and [those of a product of one row](OF_ONE_ROW). Votes: waits of linear and
+/// gated_linear, of either in each of a warpgroup's five shapes and of a few rows, of decode_attention, of a product of
+/// one row in three forms, of all other bodies, of a task that is left out, and, before bodies, for a task and for the
+/// iteration; of tiles in vain where a pass begins, or the worker leaves. Shuffles, five to a sum, twice that for two
+/// words: rms_norm 15 (three sums), layer_norm 10, pool 5, argmax 10, rope 6 (a norm 5, and by fours a loop over
+/// lanes), attention 55 (11, of few queries a maximum and a total 4, and of many rows a maximum and a sum, over four
+/// lanes and of two rows, 8, for two sizes, of all positions and of a share, and by a warpgroup), advance 10,
+/// decode_attention 20 (a norm 5, a group's maximum and total 4, one by one 11), linear 140 and gated_linear 101 (of a
+/// warpgroup's products the factors of rows, a loop over lanes, in each of five shapes, and in linear two rows' squares
+/// 2; of a few rows' the factors, and in linear a row's squares 2; from global memory of one row and of four, from
+/// tiles of one, a norm, and of a long row in each of its widths, by its form four, two or three, and one, the one
+/// before and the last, and in linear the best of its outputs 10), experts_up 55 (a norm, one by one and by eight, what
+/// all experts make together, two products, and those of three forms of rows afar 30) and experts_down 15 (one by one,
+/// in 8 bits and in 4), expert_routes 5, routed_linear 20 (units, three products), sample 175, recurrence 40 (three
+/// sums, sixteen sums at once 16, and nine corrections), gated 10 (a sum over a warp, and one over the block).
 ///
-/// Warp syncs: where tiles are released, of a product of one row in each form a norm's weights, the loop's, and where the wait fails; other rows of linear and gated_linear 2 each, and a norm's weights, 1, and a
-/// long one's first row of weights and the next, of each width, in gated_linear the second matrix's, too: 18 and 9; what takes the tiles that a body left, or that came in vain, 5; of a few rows the loop's, and where the wait fails, in linear and in gated_linear;
-/// around outputs that lanes exchange, linear and gated_linear 2 each; before turned elements are put: rope 2, decode_attention 1; around what a warp has of queries and results: attention 12, for two sizes, of all positions and of a share.
+/// Warp syncs: where tiles are released, of a product of one row in each form a norm's weights, the loop's, and where
+/// the wait fails; other rows of linear and gated_linear 2 each, and a norm's weights, 1, and a long one's first row of
+/// weights and the next, of each width, in gated_linear the second matrix's, too: 18 and 9; what takes the tiles that a
+/// body left, or that came in vain, 5; of a few rows the loop's, and where the wait fails, in linear and in
+/// gated_linear; around outputs that lanes exchange, linear and gated_linear 2 each; before turned elements are put:
+/// rope 2, decode_attention 1; around what a warp has of queries and results: attention 12, for two sizes, of all
+/// positions and of a share.
 const BARRIERS: usize = 233 + 2 * (2 + 2) + OF_ONE_ROW[0];
 const BARRIER_VOTES: usize = 21 + 3;
 const SHUFFLES: usize = 692 + OF_ONE_ROW[1];
@@ -54,28 +78,38 @@ const WARP_SYNCS: usize = 55 + 3 * 3;
 const PRODUCTS: usize = 464 + 12;
 const BYTE_PRODUCTS: usize = 12 + 40;
 
-/// Of a product of one row, in bf16, 8 bits and 4: block barriers (the row, merged or as it is, 2, the sums' two, and the best output's 2); shuffles (a
-/// norm's sum 5, the best output 10, totals of eight rows and of sixteen 3; and a scale's maximum, of either kind of row, over eight lanes 3 and over sixteen 4); warp syncs where none fails; products, of two chunks for eight rows and for
-/// sixteen, in the loop and of the last ones (in 4 bits by two, and those of what sums begin with, once for each chunk that is asked for); waits for tiles' mbarriers, two where some are taken and were not there yet: a norm's, the first ones, and the loop's two; and arrivals.
+/// Of a product of one row, in bf16, 8 bits and 4: block barriers (the row, merged or as it is, 2, the sums' two, and
+/// the best output's 2); shuffles (a norm's sum 5, the best output 10, totals of eight rows and of sixteen 3; and a
+/// scale's maximum, of either kind of row, over eight lanes 3 and over sixteen 4); warp syncs where none fails;
+/// products, of two chunks for eight rows and for sixteen, in the loop and of the last ones (in 4 bits by two, and
+/// those of what sums begin with, once for each chunk that is asked for); waits for tiles' mbarriers, two where some
+/// are taken and were not there yet: a norm's, the first ones, and the loop's two; and arrivals.
 const OF_ONE_ROW: [usize; 6] = [3 * 6, 18 + 24 + 26, 3 * 2, 12 + 12 + 40, 3 * 8, 3 * 2];
-/// By a warpgroup: of 64 x 128 x 16 four a step, twice that with both halves of the rows, and of narrower ones, of which a step has two
-/// fours of columns, eight, in linear and in gated_linear; in routed_linear the first alone.
+/// By a warpgroup: of 64 x 128 x 16 four a step, twice that with both halves of the rows, and of narrower ones, of
+/// which a step has two fours of columns, eight, in linear and in gated_linear; in routed_linear the first alone.
 const GROUP_PRODUCTS: [usize; 4] = [36 + 4, 16 + 16, 16, 16];
 
-/// Of each macro kernel alone, which is an entry of its own in `kernels.ptx`: registers at most; and, counted in the source,
-/// block barriers, two of them behind the task's fetching, shuffles, warp syncs, tensor-core products; and waits for tiles' mbarriers, two where one is taken and was not there yet (a norm's, those of products not in
-/// terms, and of those in terms a step's and the next one's, which in gated_linear are two each; of a long row's the first and the next, of
-/// four widths, in gated_linear of two, two each), and arrivals on them, one behind each
-/// warp sync but two. Stack and spills are none. (attention_merge: a thread has eight elements' loads of four splits under way. rms_norm: of a row 32 elements, their weights, and what they are added to. rope: the
-/// next head's elements and all factors, asked for before a head is turned. advance: it
-/// tells the host, too, goes on with a batch, and looks for what the text said before. decode_attention: 64 sums, and 48 words of keys and values; 196 before heads could be turned in part. attention, of
-/// few queries: as decode_attention; 189 when they were taken as many rows are, with 64 sums and a tile of scores. linear: 230 before it asked once, for all its ways, which form its weights have; 233 before it asked for splits of an attention
-/// while it merges others. Before flagged elements were looked at in one place, linear 242, gated_linear 205, decode_attention 204, and experts_up 181. Before functions were
-/// left to LLVM to inline, linear 245, gated_linear 222, rope 108, attention 213. Before many rows' outputs had their operands found once, linear 238, and before two rows of them were
-/// finished together 244, and gated_linear 218; before it wrote pairs, rope 110. Before an expert could count by its logit alone, experts_up 167 and expert_routes 38. Before residuals were
-/// asked for ahead of a row's staging, linear 238. Before heads of up to 256 elements could be turned in part, rope 116. Before the levels of weights in 4 bits were a table in registers, by their type, and rows
-/// of no whole lines were filled up, embedding 63, experts_up 168, and experts_down 127; before experts had biases, which are asked for ahead, 171 and 136; before they could be chosen by
-/// corrected sigmoids, 177 and 142, and expert_routes 40. recurrence: eight rows of a state, 32 words.)
+/// Of each macro kernel alone, which is an entry of its own in `kernels.ptx`: registers at most; and, counted in the
+/// source, block barriers, two of them behind the task's fetching, shuffles, warp syncs, tensor-core products; and
+/// waits for tiles' mbarriers, two where one is taken and was not there yet (a norm's, those of products not in terms,
+/// and of those in terms a step's and the next one's, which in gated_linear are two each; of a long row's the first and
+/// the next, of four widths, in gated_linear of two, two each), and arrivals on them, one behind each warp sync but
+/// two. Stack and spills are none. (attention_merge: a thread has eight elements' loads of four splits under way.
+/// rms_norm: of a row 32 elements, their weights, and what they are added to. rope: the next head's elements and all
+/// factors, asked for before a head is turned. advance: it tells the host, too, goes on with a batch, and looks for
+/// what the text said before. decode_attention: 64 sums, and 48 words of keys and values; 196 before heads could be
+/// turned in part. attention, of few queries: as decode_attention; 189 when they were taken as many rows are, with 64
+/// sums and a tile of scores. linear: 230 before it asked once, for all its ways, which form its weights have; 233
+/// before it asked for splits of an attention while it merges others. Before flagged elements were looked at in one
+/// place, linear 242, gated_linear 205, decode_attention 204, and experts_up 181. Before functions were left to LLVM to
+/// inline, linear 245, gated_linear 222, rope 108, attention 213. Before many rows' outputs had their operands found
+/// once, linear 238, and before two rows of them were finished together 244, and gated_linear 218; before it wrote
+/// pairs, rope 110. Before an expert could count by its logit alone, experts_up 167 and expert_routes 38. Before
+/// residuals were asked for ahead of a row's staging, linear 238. Before heads of up to 256 elements could be turned in
+/// part, rope 116. Before the levels of weights in 4 bits were a table in registers, by their type, and rows of no
+/// whole lines were filled up, embedding 63, experts_up 168, and experts_down 127; before experts had biases, which are
+/// asked for ahead, 171 and 136; before they could be chosen by corrected sigmoids, 177 and 142, and expert_routes 40.
+/// recurrence: eight rows of a state, 32 words.)
 type Figures = (&'static str, u32, usize, usize, usize, usize, [usize; 2]);
 
 /// Of all of them.
@@ -181,12 +215,15 @@ fn barriers_are_neither_copied_nor_lost() {
         "barriers, votes and shuffles of {WORKER}: does the source explain the change?"
     );
     assert_eq!(count(body, &["bar.warp.sync"]), WARP_SYNCS);
-    // Lanes that merge parts of a row in 8 bits or in 4, and shuffle, ask together what is there, and whether to look again.
+    // Lanes that merge parts of a row in 8 bits or in 4, and shuffle, ask together what is there, and whether to look
+    // again.
     assert_eq!(count(body, &["redux.sync.or"]), 2 * 2);
-    // Of many rows four fragments of rows by two of columns, twice a step of k, in linear and in gated_linear. Of one row see `OF_ONE_ROW`.
-    // Of a few rows four of two chunks, in the loop and of the last ones, in either. In decode_attention, and in attention of few queries, four for each 32 dimensions of queries and keys, one for each eight
-    // of values. In attention of many rows, in two terms: of 64 dimensions 32 for 64 scores, of a group of 32 in the loop, and 64 for the
-    // sums; of 128 16, for 32 scores, and 64; and all of that once more of a share of the positions.
+    // Of many rows four fragments of rows by two of columns, twice a step of k, in linear and in gated_linear. Of one
+    // row see `OF_ONE_ROW`. Of a few rows four of two chunks, in the loop and of the last ones, in either. In
+    // decode_attention, and in attention of few queries, four for each 32 dimensions of queries and keys, one for each
+    // eight of values. In attention of many rows, in two terms: of 64 dimensions 32 for 64 scores, of a group of 32 in
+    // the loop, and 64 for the sums; of 128 16, for 32 scores, and 64; and all of that once more of a share of the
+    // positions.
     assert_eq!(count(body, &["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"]), PRODUCTS);
     assert_eq!(count(body, &["mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32"]), BYTE_PRODUCTS);
     let products = ["m64n128k16", "m64n64k16", "m64n32k16", "m64n16k16"]
@@ -196,21 +233,24 @@ fn barriers_are_neither_copied_nor_lost() {
     let around = ["wgmma.fence", "wgmma.commit_group", "wgmma.wait_group"].map(|opcode| count(body, &[opcode]));
     // Attention has three: the first scores, the next ones and those of values; and takes scores twice, and sums.
     assert_eq!(around, [12 + 3, 12 + 3, 12 + 15 + 4]);
-    // Past L1 goes what others write or the host does, and nothing of the launch block: seven words of the step, two of a batch's
-    // sequence where a task is fetched, in its turn or just in time, tokens, and the control words that tasks read; of guesses, what was chosen and
-    // what had been guessed, the tokens compared, of which one is the text's last, and what followed; of a penalty its word, and the text's tokens.
+    // Past L1 goes what others write or the host does, and nothing of the launch block: seven words of the step, two of
+    // a batch's sequence where a task is fetched, in its turn or just in time, tokens, and the control words that tasks
+    // read; of guesses, what was chosen and what had been guessed, the tokens compared, of which one is the text's
+    // last, and what followed; of a penalty its word, and the text's tokens.
     assert_eq!(count(body, &["ld.volatile"]), 27);
     // The loader's copies: of its pass, and ahead of the next.
     assert_eq!(count(body, &["cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"]), 2);
     assert_eq!(count(body, &["mbarrier.arrive.expect_tx.shared::cta.b64"]), 2);
 }
 
-/// The operators' entry has the kernels' bodies, each once, a loader for one task's tiles, and neither waits nor triggers.
+/// The operators' entry has the kernels' bodies, each once, a loader for one task's tiles, and neither waits nor
+/// triggers.
 #[test]
 fn an_operator_alone_has_the_bodies_and_no_more() {
     let Some(image) = image() else { return };
     let (_, body) = entry(image.operator.ptx(), OPERATOR);
-    // Behind two of each kernel's barriers a task is fetched: one fetches for all of them, behind the barrier that all threads come to.
+    // Behind two of each kernel's barriers a task is fetched: one fetches for all of them, behind the barrier that all
+    // threads come to.
     let of_kernels = KERNELS.iter().fold([3, 0, 0, 0, 0, 0], |sum, kernel| {
         let &(_, _, barriers, shuffles, warp_syncs, products, [looks, arrivals]) = kernel;
         let of_one = [barriers - 2, shuffles, warp_syncs, products, looks, arrivals];
@@ -224,7 +264,8 @@ fn an_operator_alone_has_the_bodies_and_no_more() {
         count(body, &["mbarrier.try_wait"]),
         count(body, &["mbarrier.arrive"]),
     ];
-    // A tile that a body has left is waited for and released; a loader waits for room, and says how many bytes will come.
+    // A tile that a body has left is waited for and released; a loader waits for room, and says how many bytes will
+    // come.
     let beside = [0, 0, 1, 0, 2 + 2, 1 + 1];
     // A product of one row is there once, in either kernel's entry and here.
     assert_eq!(got, std::array::from_fn(|i| of_kernels[i] + beside[i] - OF_ONE_ROW[i]));
@@ -295,7 +336,8 @@ fn a_panic_is_a_trap() {
     assert!(count(entry(image.worker.ptx(), WORKER).1, &["trap"]) > 0, "a loader that waits in vain traps");
 }
 
-/// What ptxas says of a kernel that has shared memory beside what the launch gives: then addresses would not be those that the code takes them to be.
+/// What ptxas says of a kernel that has shared memory beside what the launch gives: then addresses would not be those
+/// that the code takes them to be.
 const SHARED_UNASKED: &str = " bytes smem";
 
 /// What ptxas says of `ptx`.
@@ -314,8 +356,8 @@ fn said_of(ptx: &str, ptxas: &str) -> String {
     report
 }
 
-/// Whether ptxas did not take what it got as it was. C7508 to C7519: setmaxnreg ignored, wgmma serialised; warnings to some versions,
-/// information to others.
+/// Whether ptxas did not take what it got as it was. C7508 to C7519: setmaxnreg ignored, wgmma serialised; warnings to
+/// some versions, information to others.
 fn complains(report: &str) -> bool {
     ["warning", "(C75", "Performance Loss"].iter().any(|said| report.contains(said))
 }
@@ -359,10 +401,12 @@ fn figure(report: &str, name: &str, unit: &str) -> u32 {
     before.trim_end().rsplit(' ').next().and_then(|number| number.parse().ok()).expect("a number")
 }
 
-/// Words that are live where the worker chooses among bodies. (Counters, the control block, faults and the bound of waits, by address or value, 8;
-/// who it is, 3; the step 5, and what the body sees of it 5; tiles 5; places in lists and what is launched just in time 8; of the next task's record
-/// the thread's word 1; and what an instruction of its own may make anew, among it since there are a hundred places of them the addresses of a
-/// fault's five words, and where a task's record begins. 86 before faults were recorded where they are found; 51 before a task's record was asked for while the one before it runs.)
+/// Words that are live where the worker chooses among bodies. (Counters, the control block, faults and the bound of
+/// waits, by address or value, 8; who it is, 3; the step 5, and what the body sees of it 5; tiles 5; places in lists
+/// and what is launched just in time 8; of the next task's record the thread's word 1; and what an instruction of its
+/// own may make anew, among it since there are a hundred places of them the addresses of a fault's five words, and
+/// where a task's record begins. 86 before faults were recorded where they are found; 51 before a task's record was
+/// asked for while the one before it runs.)
 const HELD: u32 = 59;
 
 #[test]
@@ -489,10 +533,12 @@ fn a_cubin_is_embedded() {
     }
 }
 
-/// Attention finds weights, by exponentials, while tensor cores make the next scores: so it says, but ptxas is free to wait for these first, and did.
+/// Attention finds weights, by exponentials, while tensor cores make the next scores: so it says, but ptxas is free to
+/// wait for these first, and did.
 #[test]
 fn exponentials_stand_before_what_waits_for_products() {
-    // By the lowest twelve bits of a machine instruction, of two words, as nvdisasm names them; what a warpgroup waits with has a bit beside.
+    // By the lowest twelve bits of a machine instruction, of two words, as nvdisasm names them; what a warpgroup waits
+    // with has a bit beside.
     const PRODUCT: u64 = 0x9f0;
     const SPECIAL_FUNCTION: u64 = 0x308;
     const WARPGROUP: u64 = 0x9c5;

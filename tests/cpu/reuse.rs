@@ -1,4 +1,5 @@
-//! What a prompt has in common with what the engine has read before is not read again: with what follows as if it had been.
+//! What a prompt has in common with what the engine has read before is not read again: with what follows as if it had
+//! been.
 
 use super::cuda::has_kernel;
 use super::interpreted::{distance, driver, on};

@@ -158,8 +158,8 @@ proptest! {
     }
 }
 
-/// The shortest schedule without spills, over every order in which ops could start; bytes are counted, not placed, so it
-/// is a lower bound. `None` if every order runs out of memory.
+/// The shortest schedule without spills, over every order in which ops could start; bytes are counted, not placed, so
+/// it is a lower bound. `None` if every order runs out of memory.
 fn exhaustive(graph: &Graph) -> Option<u64> {
     struct Search<'g> {
         graph: &'g Graph,
@@ -253,8 +253,8 @@ fn small_graphs_are_near_their_optimum() {
 }
 
 /// Whether the ops of `graph` can run in some order, each output at some offset for good, without a spill. One op after
-/// the other is enough: what overlaps in time holds no less. Every order and every offset is tried; `graph` has alignment
-/// 1, at most 8 ops and a capacity below 256.
+/// the other is enough: what overlaps in time holds no less. Every order and every offset is tried; `graph` has
+/// alignment 1, at most 8 ops and a capacity below 256.
 fn fits_without_spills(graph: &Graph) -> bool {
     /// Ops that have run, and where the outputs still needed lie.
     type State = (u8, [u8; 8]);

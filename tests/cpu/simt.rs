@@ -151,7 +151,8 @@ fn close(expected: &[f32], found: &[f32], what: &str) {
     }
 }
 
-/// Products of several rows may have rounded what they multiply, with a relative error of 2^-9 and every product adding to it.
+/// Products of several rows may have rounded what they multiply, with a relative error of 2^-9 and every product adding
+/// to it.
 fn near(expected: &[f32], found: &[f32], what: &str) {
     let rms = |values: &mut dyn Iterator<Item = f32>| (values.map(|x| x * x).sum::<f32>() / found.len() as f32).sqrt();
     let off = rms(&mut expected.iter().zip(found).map(|(a, b)| a - b));
@@ -200,8 +201,8 @@ fn every_number_of_workers_computes_what_the_cpu_does() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 12, ..ProptestConfig::default() })]
 
-    /// Whatever the sizes and the type of the weights, a prompt and the tokens after it race with nothing: bodies that use the tiles'
-    /// memory in one pass leave it to the copies of the next.
+    /// Whatever the sizes and the type of the weights, a prompt and the tokens after it race with nothing: bodies that
+    /// use the tiles' memory in one pass leave it to the copies of the next.
     #[test]
     fn random_models_read_a_prompt_and_go_on(case in cases()) {
         let (_dir, model) = random_model(&case);
@@ -220,9 +221,9 @@ proptest! {
     }
 }
 
-/// A prompt long enough for warpgroups, of sizes that fill no part: activations that only products read are bf16, products are
-/// cut along rows as well, and the logits are the CPU's but for that rounding. Blocks too small for a warpgroup multiply warp by warp;
-/// the blocks of rows that a shorter prompt lacks do nothing.
+/// A prompt long enough for warpgroups, of sizes that fill no part: activations that only products read are bf16,
+/// products are cut along rows as well, and the logits are the CPU's but for that rounding. Blocks too small for a
+/// warpgroup multiply warp by warp; the blocks of rows that a shorter prompt lacks do nothing.
 #[test]
 fn many_rows_go_to_the_tensor_cores() {
     let (_dir, model) = model(MANY_ROWS);
@@ -267,8 +268,8 @@ fn many_rows_go_to_the_tensor_cores() {
     }
 }
 
-/// Attention and the products after it launched by the blocks' schedulers: the logits have the bits they have when every task
-/// stands in a list, with four workers and with more schedulers than there are tasks to launch.
+/// Attention and the products after it launched by the blocks' schedulers: the logits have the bits they have when
+/// every task stands in a list, with four workers and with more schedulers than there are tasks to launch.
 #[test]
 fn who_launches_a_task_changes_no_bit() {
     let (_dir, model) = small();
@@ -377,8 +378,8 @@ fn the_token_loop_launches_attention_just_in_time() {
     assert_eq!(tokens(&["attention"]), tokens(&[]));
 }
 
-/// Two heads and nine workers: several splits of a head's positions, some of them without any in the first passes, merged by
-/// every block of the product that reads them, or by tasks of their own.
+/// Two heads and nine workers: several splits of a head's positions, some of them without any in the first passes,
+/// merged by every block of the product that reads them, or by tasks of their own.
 #[test]
 fn attention_split_over_workers_computes_what_the_cpu_does() {
     // By the product that reads what was found, or by tasks of their own, a head each.
@@ -424,7 +425,8 @@ fn split_attention(model: &Model, splits: u32, merges: Option<u32>, target: Targ
     }
 }
 
-/// The product that makes the logits finds the largest of them itself, each block its own; only the choice among these is left.
+/// The product that makes the logits finds the largest of them itself, each block its own; only the choice among these
+/// is left.
 #[test]
 fn the_search_for_the_next_token_is_the_last_products() {
     let (_dir, model) = model(WIDE);
@@ -475,8 +477,8 @@ fn the_token_loop_runs_inside_the_kernel() {
 }
 
 /// Lets one task at a time go without its waits (the program's last task waits for those events in its stead, so the
-/// image breaks no rule): what the task reads is then read too early, or what it writes is still read, and the simulator
-/// must say so, unless the worker's own order is enough.
+/// image breaks no rule): what the task reads is then read too early, or what it writes is still read, and the
+/// simulator must say so, unless the worker's own order is enough.
 #[test]
 fn a_wait_left_out_is_a_race() {
     let (_dir, model) = small();
@@ -516,8 +518,8 @@ fn a_wait_left_out_is_a_race() {
 }
 
 /// Whether two tasks of `image` touch the same bytes of the arena (or the cache, if `with_state`), one of them writing,
-/// and neither the workers' lists nor the events order them: reachability, by brute force. What an operator's tasks append to is
-/// each one's own.
+/// and neither the workers' lists nor the events order them: reachability, by brute force. What an operator's tasks
+/// append to is each one's own.
 fn is_unordered(image: &Image, with_state: bool) -> bool {
     let view = image.view();
     let n = view.tasks.len();
@@ -620,7 +622,8 @@ fn loaders_have_64_kib_under_way() {
     }
 }
 
-/// Of each token but the first some tiles are brought before it begins, each byte once; and as many in vain after the last.
+/// Of each token but the first some tiles are brought before it begins, each byte once; and as many in vain after the
+/// last.
 #[test]
 fn a_tokens_first_tiles_are_brought_ahead() {
     let (_dir, model) = model(WIDE);
@@ -654,7 +657,8 @@ fn compiled_for_h200(layers: usize) -> Compiled {
     compile(vec![source], &Config::new(Target::h200())).expect("it compiles")
 }
 
-/// From the time on that 64 KiB have been begun, a worker's copy finds as many begun and not released when it may begin at the latest.
+/// From the time on that 64 KiB have been begun, a worker's copy finds as many begun and not released when it may begin
+/// at the latest.
 #[test]
 fn plans_let_64_kib_be_under_way_all_the_time() {
     let compiled = compiled_for_h200(2);
@@ -672,8 +676,8 @@ fn plans_let_64_kib_be_under_way_all_the_time() {
     }
 }
 
-/// Layers are cut alike, the first as well, whose row the embedding makes; the same workers attend in all of them; and the choice of a token and
-/// what follows it are one worker's.
+/// Layers are cut alike, the first as well, whose row the embedding makes; the same workers attend in all of them; and
+/// the choice of a token and what follows it are one worker's.
 #[test]
 fn layers_are_cut_alike_and_attention_stays_where_it_is() {
     let layers = 6;
@@ -730,7 +734,8 @@ fn a_broken_task_is_found_among_thousands() {
     }
 }
 
-/// Rows in fewer bits have their scales among their lines: a tile with part of one is refused, which of a row of floats it is not.
+/// Rows in fewer bits have their scales among their lines: a tile with part of one is refused, which of a row of floats
+/// it is not.
 #[test]
 fn rows_in_fewer_bits_come_in_whole_tiles() {
     let (_dir, model) = model_of("tiny-simt", &[("hidden_size", 40), ("intermediate_size", 1088)], 3);
@@ -808,8 +813,8 @@ fn broken_loads_are_named() {
     says(&|parts| parts.tasks.iter_mut().for_each(|task| task.tiles = 0), "that no task takes");
 }
 
-/// Passes of a few rows take their weights from tiles, and attend to a head's queries as in decoding, a few at a time; where these are more, tensor cores
-/// take memory that tiles leave. Weights in fewer bits, or more rows, have no tiles.
+/// Passes of a few rows take their weights from tiles, and attend to a head's queries as in decoding, a few at a time;
+/// where these are more, tensor cores take memory that tiles leave. Weights in fewer bits, or more rows, have no tiles.
 #[test]
 fn a_few_rows_have_tiles_that_leave_bodies_their_memory() {
     let (_dir, wide) = model(WIDE);
@@ -837,8 +842,9 @@ fn a_few_rows_have_tiles_that_leave_bodies_their_memory() {
     }
 }
 
-/// Heads that share a key/value head are too large together to be turned where they attend, so that attention is an operator of its own; with
-/// queries enough it takes the tiles' memory, though the pass has one row. Launched just in time it may do so when nothing is left of a list.
+/// Heads that share a key/value head are too large together to be turned where they attend, so that attention is an
+/// operator of its own; with queries enough it takes the tiles' memory, though the pass has one row. Launched just in
+/// time it may do so when nothing is left of a list.
 #[test]
 fn attention_that_takes_the_memory_has_no_tiles_ahead() {
     const SIZES: Sizes =
@@ -878,8 +884,8 @@ fn attention_that_takes_the_memory_has_no_tiles_ahead() {
     }
 }
 
-/// In a pass of several rows, where there are no tiles, loaders ask for what their worker is going to read, of weights that several tasks
-/// read once; and wait for no task that their worker has not.
+/// In a pass of several rows, where there are no tiles, loaders ask for what their worker is going to read, of weights
+/// that several tasks read once; and wait for no task that their worker has not.
 #[test]
 fn several_rows_are_asked_for_at_their_workers_pace() {
     let (_dir, model) = model(MANY_ROWS);

@@ -1,4 +1,5 @@
-//! Attention with sinks, from a graph of one's own on: fused with the rotation, split and merged, of one row, several and a batch's.
+//! Attention with sinks, from a graph of one's own on: fused with the rotation, split and merged, of one row, several
+//! and a batch's.
 
 use perpetua::compile::{Compiled, Config, Source, compile};
 use perpetua::exec::Executor;
@@ -136,7 +137,8 @@ fn near(expected: &[f32], found: &[f32], part: f32, what: &str) {
 fn every_cut_of_attention_has_its_sinks() {
     let split = || Target { split_positions: 8, ..Target::gpu(9) };
     let no_hops = || Target { hop_bytes: 0, ..split() };
-    // Rows, what each sees, the target; the attention that it makes of them, how often that is split, and operators that merge.
+    // Rows, what each sees, the target; the attention that it makes of them, how often that is split, and operators
+    // that merge.
     let cases = [
         (1, Mask::Causal, Target::gpu(2), "decode_attention", 1, 0),
         (1, Mask::Causal, split(), "decode_attention", 4, 0),

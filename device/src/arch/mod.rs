@@ -1,12 +1,12 @@
 //! The instructions device code uses, and nothing else knows which they are.
 //!
-//! The modules carry the names and shapes of `cuda_std`'s (`thread`, `warp`, `shared`, `atomic`), so that code and people
-//! move over easily. Two back ends stand behind them: `ptx`, which is LLVM intrinsics where an instruction is convergent
-//! and inline assembly elsewhere, and, on the host, `simt`, a GPU that checks: every thread a coroutine, every access
-//! judged. Whatever touches memory goes through here, so that it can.
+//! The modules carry the names and shapes of `cuda_std`'s (`thread`, `warp`, `shared`, `atomic`), so that code and
+//! people move over easily. Two back ends stand behind them: `ptx`, which is LLVM intrinsics where an instruction is
+//! convergent and inline assembly elsewhere, and, on the host, `simt`, a GPU that checks: every thread a coroutine,
+//! every access judged. Whatever touches memory goes through here, so that it can.
 //!
-//! Convergent calls ([`thread::sync`], [`thread::sync_or`], what [`warp`] does) must be reached by every thread
-//! that meets at the block's barrier, respectively of the warp, the same number of times. The block's barrier is that of the
+//! Convergent calls ([`thread::sync`], [`thread::sync_or`], what [`warp`] does) must be reached by every thread that
+//! meets at the block's barrier, respectively of the warp, the same number of times. The block's barrier is that of the
 //! warps that run tasks; service warps beside them have mbarriers.
 
 #![cfg_attr(not(target_arch = "nvptx64"), allow(dead_code, reason = "some is used by the PTX's probe entries alone"))]
@@ -190,9 +190,9 @@ pub(crate) mod warp {
         unsafe { backend::mma(a, b, c) }
     }
 
-    /// [`mma`] of signed bytes, exact as long as it fits: a 16 x 32 and b 32 x 8, c 16 x 8 in 32 bits. A lane holds, the lowest byte of a
-    /// register first, a: (row g, k 4t..), (g + 8, 4t..), (g, 4t + 16..), (g + 8, 4t + 16..); b: (k 4t.., column g), (4t + 16.., g);
-    /// c as there.
+    /// [`mma`] of signed bytes, exact as long as it fits: a 16 x 32 and b 32 x 8, c 16 x 8 in 32 bits. A lane holds,
+    /// the lowest byte of a register first, a: (row g, k 4t..), (g + 8, 4t..), (g, 4t + 16..), (g + 8, 4t + 16..); b:
+    /// (k 4t.., column g), (4t + 16.., g); c as there.
     ///
     /// # Safety
     /// As [`shuffle_xor`].
@@ -202,12 +202,12 @@ pub(crate) mod warp {
         unsafe { backend::mma_bytes(a, b, c) }
     }
 
-    /// Four 8 x 8 matrices of 16-bit elements from shared memory. Lanes `8i..8i + 8` give the words at which the rows of
-    /// matrix `i` start; a lane gets of each matrix row `lane / 4`, elements `2 (lane % 4)` and the next.
+    /// Four 8 x 8 matrices of 16-bit elements from shared memory. Lanes `8i..8i + 8` give the words at which the rows
+    /// of matrix `i` start; a lane gets of each matrix row `lane / 4`, elements `2 (lane % 4)` and the next.
     ///
     /// # Safety
-    /// As [`shuffle_xor`]; each row is four words of [`shared`](super::shared), from a multiple of four on. On a GPU LLVM may copy this
-    /// call, so no branch around it may part a warp.
+    /// As [`shuffle_xor`]; each row is four words of [`shared`](super::shared), from a multiple of four on. On a GPU
+    /// LLVM may copy this call, so no branch around it may part a warp.
     #[track_caller]
     pub(crate) unsafe fn ldmatrix(at: u32) -> [u32; 4] {
         // SAFETY: the caller's promise.
@@ -280,15 +280,16 @@ pub(crate) mod shared {
     /// Sets those bits of word `at`; which it had before. Of neighbouring threads that do so none is lost.
     ///
     /// # Safety
-    /// `at < WORDS`; the word has been [stored](store), and other threads do nothing else with it between the barriers around this call.
+    /// `at < WORDS`; the word has been [stored](store), and other threads do nothing else with it between the barriers
+    /// around this call.
     #[track_caller]
     pub(crate) unsafe fn or(at: u32, bits: u32) -> u32 {
         // SAFETY: the caller's promise.
         unsafe { backend::shared_or(at, bits) }
     }
 
-    /// `N` words from word `at` on that stay as they are while a task runs: of those that are not looked at none is loaded, and
-    /// none twice.
+    /// `N` words from word `at` on that stay as they are while a task runs: of those that are not looked at none is
+    /// loaded, and none twice.
     ///
     /// # Safety
     /// As [`load`].
@@ -339,11 +340,11 @@ pub(crate) mod shared {
     }
 }
 
-/// Barriers in shared memory that count arrivals and, for bulk copies, bytes. A phase ends when it lacks neither; phases
-/// alternate in parity, from 0 on.
+/// Barriers in shared memory that count arrivals and, for bulk copies, bytes. A phase ends when it lacks neither;
+/// phases alternate in parity, from 0 on.
 ///
-/// Whoever waits knows only the phase's parity. So a thread that waits on a barrier waits on every phase of it, in order:
-/// then `parity = phase & 1` cannot mean another one.
+/// Whoever waits knows only the phase's parity. So a thread that waits on a barrier waits on every phase of it, in
+/// order: then `parity = phase & 1` cannot mean another one.
 pub(crate) mod mbarrier {
     use super::backend;
 
@@ -386,8 +387,8 @@ pub(crate) mod mbarrier {
         unsafe { backend::mbarrier_arrive_expect(number, bytes) }
     }
 
-    /// Whether the phase of parity `parity` has ended, after having waited for a while. Before any has, the one of parity 1
-    /// counts as ended.
+    /// Whether the phase of parity `parity` has ended, after having waited for a while. Before any has, the one of
+    /// parity 1 counts as ended.
     ///
     /// # Safety
     /// The barrier is initialised.
@@ -413,20 +414,22 @@ pub(crate) mod mbarrier {
 pub(crate) mod bulk {
     use super::backend;
 
-    /// Begins to copy `bytes` bytes from global memory to tile byte `to`, to be counted by `mbarrier`. They are read once, and so
-    /// the first to leave L2, where they would push out the image, activations, keys and values.
+    /// Begins to copy `bytes` bytes from global memory to tile byte `to`, to be counted by `mbarrier`. They are read
+    /// once, and so the first to leave L2, where they would push out the image, activations, keys and values.
     ///
     /// # Safety
-    /// All three are multiples of 16; source and destination are there; the barrier expects the bytes in this phase. Who
-    /// has read the destination has arrived at a barrier that this thread has waited on. Nobody writes the source until
-    /// the copy has landed; what was written to it in this launch, this thread has acquired and [`fence_proxy`]'d.
+    /// All three are multiples of 16; source and destination are there; the barrier expects the bytes in this phase.
+    /// Who has read the destination has arrived at a barrier that this thread has waited on. Nobody writes the source
+    /// until the copy has landed; what was written to it in this launch, this thread has acquired and
+    /// [`fence_proxy`]'d.
     #[track_caller]
     pub(crate) unsafe fn copy(to: u32, from: *const u8, bytes: u32, mbarrier: u32) {
         // SAFETY: the caller's promise.
         unsafe { backend::bulk_copy(to, from, bytes, mbarrier) }
     }
 
-    /// The most that is asked for at once: the instruction has sixteen bits for how many sixteen bytes it is, and ptxas cuts what is more.
+    /// The most that is asked for at once: the instruction has sixteen bits for how many sixteen bytes it is, and ptxas
+    /// cuts what is more.
     pub(crate) const MOST_PREFETCHED: u32 = 1 << 19;
 
     /// Asks for `bytes` bytes, at most [`MOST_PREFETCHED`], to be brought into L2.
@@ -457,7 +460,8 @@ pub(crate) mod bulk {
     /// Sixteen bytes of the tiles, from byte `at` on, a multiple of 16.
     ///
     /// # Safety
-    /// A copy has filled them, and this thread has waited for the barrier that counted it; or another thread, met since.
+    /// A copy has filled them, and this thread has waited for the barrier that counted it; or another thread, met
+    /// since.
     #[track_caller]
     pub(crate) unsafe fn load16(at: u32) -> [u32; 4] {
         // SAFETY: the caller's promise.
@@ -499,7 +503,8 @@ pub(crate) mod bulk {
 pub(crate) mod copy {
     use super::backend;
 
-    /// Begins to copy sixteen bytes from `from` to tile byte `to`; with `!is_there` they become zero, and nothing is read.
+    /// Begins to copy sixteen bytes from `from` to tile byte `to`; with `!is_there` they become zero, and nothing is
+    /// read.
     ///
     /// # Safety
     /// `to` is a multiple of 16 inside the tiles, which nobody else touches until this thread has waited and met them;
@@ -531,20 +536,20 @@ pub(crate) mod copy {
         backend::copy_wait::<LEFT>();
     }
 
-    /// What this thread, and its copies, waited for, have written to the tiles, the tensor cores see once it has met who starts
-    /// them; so do bulk copies that overwrite it.
+    /// What this thread, and its copies, waited for, have written to the tiles, the tensor cores see once it has met
+    /// who starts them; so do bulk copies that overwrite it.
     pub(crate) fn fence_tiles() {
         backend::fence_tiles();
     }
 }
 
-/// What the four warps of a warpgroup, aligned by four, do together: products on the tensor cores, of matrices that lie in
-/// the tiles, beside the threads.
+/// What the four warps of a warpgroup, aligned by four, do together: products on the tensor cores, of matrices that lie
+/// in the tiles, beside the threads.
 ///
-/// A matrix there has 64 columns of bf16 at a time, 128 bytes, its rows one after the other from a multiple of 1024 bytes on;
-/// sixteen bytes `c` of row `r` stand at [`place`](warpgroup::place)`(r, c)`, so that eight rows' fall into all banks (the
-/// 128-byte swizzle). [`begin`](warpgroup::begin), then products, then [`commit`](warpgroup::commit); nobody writes the
-/// matrices before every warp has [`wait`](warpgroup::wait)ed.
+/// A matrix there has 64 columns of bf16 at a time, 128 bytes, its rows one after the other from a multiple of 1024
+/// bytes on; sixteen bytes `c` of row `r` stand at [`place`](warpgroup::place)`(r, c)`, so that eight rows' fall into
+/// all banks (the 128-byte swizzle). [`begin`](warpgroup::begin), then products, then [`commit`](warpgroup::commit);
+/// nobody writes the matrices before every warp has [`wait`](warpgroup::wait)ed.
 pub(crate) mod warpgroup {
     use super::backend;
 
@@ -563,8 +568,8 @@ pub(crate) mod warpgroup {
         row * ROW + (chunk ^ (row % 8)) * 16
     }
 
-    /// A matrix as the tensor cores are told of it: the address in units of sixteen bytes, from bit 32 on the units from
-    /// eight rows to the next, in bits 62 and 63 the swizzle, 1: of 128 bytes.
+    /// A matrix as the tensor cores are told of it: the address in units of sixteen bytes, from bit 32 on the units
+    /// from eight rows to the next, in bits 62 and 63 the swizzle, 1: of 128 bytes.
     #[derive(Clone, Copy, Debug)]
     pub(crate) struct Matrix(u64);
 
@@ -582,7 +587,8 @@ pub(crate) mod warpgroup {
         }
     }
 
-    /// A matrix of which a product takes rows where it takes columns of another: the transposed one, "MN-major". More than 64 of its columns lie in matrices one after the other.
+    /// A matrix of which a product takes rows where it takes columns of another: the transposed one, "MN-major". More
+    /// than 64 of its columns lie in matrices one after the other.
     #[derive(Clone, Copy, Debug)]
     pub(crate) struct Transposed(u64);
 
@@ -599,8 +605,8 @@ pub(crate) mod warpgroup {
         }
     }
 
-    /// Sums of products, `N` a thread and 64 x `2 N` a warpgroup, nobody's but the tensor cores' until they are taken. `N` is 8, 16, 32
-    /// or 64.
+    /// Sums of products, `N` a thread and 64 x `2 N` a warpgroup, nobody's but the tensor cores' until they are taken.
+    /// `N` is 8, 16, 32 or 64.
     #[derive(Debug)]
     pub(crate) struct Sums<const N: usize>([f32; N]);
 
@@ -614,18 +620,18 @@ pub(crate) mod warpgroup {
         /// Adds, in time, a . b^T over sixteen columns of both: 64 rows of `a`, `2 N` of `b`.
         ///
         /// # Safety
-        /// Every thread of the warpgroup makes this same call, between [`begin`] and [`commit`]; the matrices are there: written by
-        /// copies that are waited for, fenced ([`super::copy::fence_tiles`]) and met. On a GPU LLVM may copy this call, so no
-        /// branch around it may part a warp.
+        /// Every thread of the warpgroup makes this same call, between [`begin`] and [`commit`]; the matrices are
+        /// there: written by copies that are waited for, fenced ([`super::copy::fence_tiles`]) and met. On a GPU LLVM
+        /// may copy this call, so no branch around it may part a warp.
         #[track_caller]
         pub(crate) unsafe fn add(&mut self, a: Matrix, b: Matrix) {
             // SAFETY: the caller's promise.
             unsafe { backend::wgmma(&mut self.0, a.0, b.0) }
         }
 
-        /// Adds, in time, a . b over sixteen columns of `a`, 64 rows in registers, and as many rows of `b`, `2 N` columns. As in
-        /// [`take`](Sums::take), of the sixteen a thread has two of four rows and eights of columns: of row g from column 2t on, of row g + 8,
-        /// and the same from column 8 + 2t on. `N` is 32 or 64.
+        /// Adds, in time, a . b over sixteen columns of `a`, 64 rows in registers, and as many rows of `b`, `2 N`
+        /// columns. As in [`take`](Sums::take), of the sixteen a thread has two of four rows and eights of columns: of
+        /// row g from column 2t on, of row g + 8, and the same from column 8 + 2t on. `N` is 32 or 64.
         ///
         /// # Safety
         /// As [`add`](Sums::add).
@@ -636,8 +642,8 @@ pub(crate) mod warpgroup {
             unsafe { backend::wgmma_transposed(&mut self.0, a, b.0) }
         }
 
-        /// The sums, once all products are done. With `w` the warp in its group, `g = lane / 4` and `t = lane % 4`, number
-        /// `i` stands at row `16w + g + 8 (i / 2 % 2)`, column `8 (i / 4) + 2t + i % 2`.
+        /// The sums, once all products are done. With `w` the warp in its group, `g = lane / 4` and `t = lane % 4`,
+        /// number `i` stands at row `16w + g + 8 (i / 2 % 2)`, column `8 (i / 4) + 2t + i % 2`.
         ///
         /// # Safety
         /// As [`commit`]; nothing is uncommitted.
@@ -675,8 +681,8 @@ pub(crate) mod warpgroup {
         unsafe { backend::wgmma_commit() }
     }
 
-    /// Has what is computed before this call be issued before products are waited for after it: ptxas moves waits up past all that does not
-    /// need what they wait for. A barrier of memory is the one thing that it moves neither past.
+    /// Has what is computed before this call be issued before products are waited for after it: ptxas moves waits up
+    /// past all that does not need what they wait for. A barrier of memory is the one thing that it moves neither past.
     pub(crate) fn before_waiting() {
         backend::wgmma_before_waiting();
     }
@@ -727,7 +733,8 @@ pub(crate) mod atomic {
         unsafe { backend::store16_relaxed(words, values) }
     }
 
-    /// What this thread has polled it has found: for a simulated GPU, which lets a thread that polls sleep until a word changes.
+    /// What this thread has polled it has found: for a simulated GPU, which lets a thread that polls sleep until a word
+    /// changes.
     pub(crate) fn settled() {
         backend::settled();
     }
@@ -813,8 +820,8 @@ pub(crate) mod atomic {
     }
 }
 
-/// Global memory. All loads are coherent ones (never `ld.global.nc`), so they may read what another worker wrote before an
-/// event.
+/// Global memory. All loads are coherent ones (never `ld.global.nc`), so they may read what another worker wrote before
+/// an event.
 pub(crate) mod memory {
     use super::backend;
 
@@ -838,7 +845,8 @@ pub(crate) mod memory {
         unsafe { backend::store(to, value) }
     }
 
-    /// [`load`], never left out or kept: the host may own the value. It goes past L1, which others' writes do not reach.
+    /// [`load`], never left out or kept: the host may own the value. It goes past L1, which others' writes do not
+    /// reach.
     ///
     /// # Safety
     /// As [`load`].
@@ -914,8 +922,8 @@ pub(crate) mod memory {
         backend::forget();
     }
 
-    /// At the start of a loop's body: it stays a loop. What turns PTX into instructions unrolls others to ask for several rounds'
-    /// operands at once, in registers that there may not be.
+    /// At the start of a loop's body: it stays a loop. What turns PTX into instructions unrolls others to ask for
+    /// several rounds' operands at once, in registers that there may not be.
     pub(crate) fn rolled() {
         backend::rolled();
     }
@@ -955,7 +963,8 @@ pub(crate) mod scalar {
         backend::rsqrt(x)
     }
 
-    /// 1 / x to 1 ulp; subnormal numbers, and results, count as zero. A correctly rounded one is ten instructions and a call.
+    /// 1 / x to 1 ulp; subnormal numbers, and results, count as zero. A correctly rounded one is ten instructions and a
+    /// call.
     pub(crate) fn reciprocal(x: f32) -> f32 {
         backend::reciprocal(x)
     }
@@ -996,8 +1005,8 @@ pub(crate) mod scalar {
         [low_halves(ab, cd), high_halves(ab, cd)]
     }
 
-    /// Four of the eight bytes of `low` and `high`, numbered by the four bits each of `numbers`' low half; where the highest of these is set, what the
-    /// byte's own highest bit is, eight times.
+    /// Four of the eight bytes of `low` and `high`, numbered by the four bits each of `numbers`' low half; where the
+    /// highest of these is set, what the byte's own highest bit is, eight times.
     pub(crate) fn permute(low: u32, high: u32, numbers: u32) -> u32 {
         backend::permute(low, high, numbers)
     }

@@ -1,20 +1,21 @@
 //! The PTX back end of [`arch`](super): sm_90a, PTX ISA 8.1.
 //!
 //! Laws, each from a miscompile that was seen:
-//! - A barrier, shuffle or vote is an LLVM intrinsic, since those carry the `convergent` attribute; an `asm!` block does
-//!   not, and LLVM would copy it into both arms of a branch. (MIR's JumpThreading copies even intrinsics: build.rs turns
-//!   that pass off, and a test counts what is in the PTX.) Those of products by a warp lack it in LLVM 22, whose instructions have it: for them
-//!   there is the count alone.
-//! - Whatever touches memory or synchronises is a volatile `asm!` block with its memory clobber; `pure, nomem` stands only
-//!   on arithmetic of one lane.
+//! - A barrier, shuffle or vote is an LLVM intrinsic, since those carry the `convergent` attribute; an `asm!` block
+//!   does not, and LLVM would copy it into both arms of a branch. (MIR's JumpThreading copies even intrinsics: build.rs
+//!   turns that pass off, and a test counts what is in the PTX.) Those of products by a warp lack it in LLVM 22, whose
+//!   instructions have it: for them there is the count alone.
+//! - Whatever touches memory or synchronises is a volatile `asm!` block with its memory clobber; `pure, nomem` stands
+//!   only on arithmetic of one lane.
 //! - No access is `.nc`.
 
 use bytemuck::Pod;
 use core::arch::{asm, global_asm};
 use perpetua_shared::launch::{BEFORE_TILES_BYTES, LaunchParams, RESERVED_SHARED_BYTES};
 
-// A block's shared memory, whose size the launch says. Its variables are numbers: from a name ptxas makes an address of the block's cluster, for
-// which it reads a special register and waits wherever it is wanted. Without clusters, numbers are the same.
+// A block's shared memory, whose size the launch says. Its variables are numbers: from a name ptxas makes an address of
+// the block's cluster, for which it reads a special register and waits wherever it is wanted. Without clusters, numbers
+// are the same.
 global_asm!(".extern .shared .align 128 .b8 perpetua_block[];");
 const WORDS_AT: u32 = RESERVED_SHARED_BYTES;
 const MBARRIERS_AT: u32 = WORDS_AT + 4 * super::shared::WORDS;
@@ -149,8 +150,8 @@ pub(super) unsafe fn mma_bytes(a: [u32; 4], b: [u32; 2], c: [i32; 4]) -> [i32; 4
 
 pub(super) unsafe fn ldmatrix(at: u32) -> [u32; 4] {
     let (a, b, c, d);
-    // SAFETY: the caller promises the rows and the whole warp. Its intrinsic wants a pointer into shared memory, which Rust
-    // does not have; a copy of this is harmless where no branch parts the warp (caller).
+    // SAFETY: the caller promises the rows and the whole warp. Its intrinsic wants a pointer into shared memory, which
+    // Rust does not have; a copy of this is harmless where no branch parts the warp (caller).
     unsafe {
         asm!(
             "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{}, {}, {}, {}}}, [{}];",
@@ -585,7 +586,8 @@ pub(super) unsafe fn load_relaxed(word: *const u32) -> u32 {
 }
 
 pub(super) unsafe fn load16_relaxed(words: *const u32) -> [u32; 4] {
-    // SAFETY: the caller promises 16 aligned bytes of global memory. Each of the four is an access of its own, as strong as one alone.
+    // SAFETY: the caller promises 16 aligned bytes of global memory. Each of the four is an access of its own, as
+    // strong as one alone.
     unsafe { load_four!("ld.relaxed.gpu.global.v4.u32", words) }
 }
 
@@ -597,7 +599,8 @@ pub(super) unsafe fn store_relaxed(word: *mut u32, value: u32) {
 }
 
 pub(super) unsafe fn store16_relaxed(words: *mut u32, [a, b, c, d]: [u32; 4]) {
-    // SAFETY: the caller promises 16 aligned bytes of global memory. Each of the four is an access of its own, as strong as one alone.
+    // SAFETY: the caller promises 16 aligned bytes of global memory. Each of the four is an access of its own, as
+    // strong as one alone.
     unsafe {
         asm!(
             "st.relaxed.gpu.global.v4.u32 [{}], {{{}, {}, {}, {}}};",
@@ -697,9 +700,9 @@ pub(super) unsafe fn load_volatile<T: Copy>(from: *const T) -> T {
 
 /// The launch block, in the constant memory where an entry's parameters lie.
 ///
-/// PERF: each field is read where it is wanted, by an instruction that names the parameter, which the assembler makes an
-/// operand of whoever uses it. Read as the fields of a struct they would be loaded where the entry begins, and kept: 238
-/// registers in place of 222 (ptxas 13.0; 236 when the block lay in global memory).
+/// PERF: each field is read where it is wanted, by an instruction that names the parameter, which the assembler makes
+/// an operand of whoever uses it. Read as the fields of a struct they would be loaded where the entry begins, and kept:
+/// 238 registers in place of 222 (ptxas 13.0; 236 when the block lay in global memory).
 #[derive(Clone, Copy, Debug)]
 pub struct LaunchBlock(());
 
@@ -715,7 +718,8 @@ impl LaunchBlock {
     /// What `field` takes out of it, which lies `AT` bytes from its start.
     pub(crate) fn get<const AT: usize, T: Pod>(self, _field: impl FnOnce(&LaunchParams) -> T) -> T {
         const { assert!(AT + size_of::<T>() <= size_of::<LaunchParams>()) };
-        // build.rs puts each entry's own parameter for `perpetua_launch_block`. Not `pure`: each call is a load where it stands.
+        // build.rs puts each entry's own parameter for `perpetua_launch_block`. Not `pure`: each call is a load where
+        // it stands.
         // SAFETY: see `of_entry`; any bytes are a value of the type.
         unsafe {
             if size_of::<T>() == 4 {

@@ -1,4 +1,5 @@
-//! Weights asked for before their task may run: what a loader's copies are to a GPU's worker, prefetches are to a thread.
+//! Weights asked for before their task may run: what a loader's copies are to a GPU's worker, prefetches are to a
+//! thread.
 
 use super::simd::prefetch;
 use crate::io::Tensor;

@@ -7,23 +7,25 @@
 //!  weights: 16 rows of 32; bf16 in place, ── k ──▶ │ 2 x 2 tiles  │
 //!  others as hi + lo, made for 32 rows at once ──▶ │ of f32 sums  │
 //! ```
-//! hi = bf16(x), lo = bf16(x - hi), so that activations keep 16 significant bits: an output is off by sum |x| |w| * 2^-17, where
-//! with bf16 activations it would be 2^-9. Twice the products, still several times as many as vectors do.
+//! hi = bf16(x), lo = bf16(x - hi), so that activations keep 16 significant bits: an output is off by sum |x| |w| *
+//! 2^-17, where with bf16 activations it would be 2^-9. Twice the products, still several times as many as vectors do.
 //!
-//! Weights of f32 and q8 keep 16 bits in the same way, those of f16 and q4 all of theirs: three products, lo * lo left out. (MXFP4's are
-//! bf16 numbers, which are made, and have no lo.) It is below |x| |w| * 2^-16, so that an output is off by sum |x| |w| * 2^-15 at most. The terms of 32 rows by [`PART`] of k are
-//! made in L1 and L2, then multiplied with all activations.
+//! Weights of f32 and q8 keep 16 bits in the same way, those of f16 and q4 all of theirs: three products, lo * lo left
+//! out. (MXFP4's are bf16 numbers, which are made, and have no lo.) It is below |x| |w| * 2^-16, so that an output is
+//! off by sum |x| |w| * 2^-15 at most. The terms of 32 rows by [`PART`] of k are made in L1 and L2, then multiplied
+//! with all activations.
 //!
 //! Attention's products of prompts are formed so, too: keys stand where weights do, values transposed.
 //!
-//! The order of summation is the unit's, 32 of k at a time, lo of activations, then hi, then hi with lo of weights, whatever stands
-//! beside an output: tasks may be cut in any way. It takes subnormal numbers for zeros. An infinite weight may give NaN (times a lo
-//! of zero), and so may an infinite activation where weights are in terms.
+//! The order of summation is the unit's, 32 of k at a time, lo of activations, then hi, then hi with lo of weights,
+//! whatever stands beside an output: tasks may be cut in any way. It takes subnormal numbers for zeros. An infinite
+//! weight may give NaN (times a lo of zero), and so may an infinite activation where weights are in terms.
 //!
-//! PERF: 128x1024x1024 on one core, GFLOP/s: bf16 350, f32 276, f16 288, where `gemm` makes 99, 98 and 86, `outer` 120; products
-//! alone, from L1, are 1100 of the unit, of which a half or a third counts (Sapphire Rapids, 2026-11-21). Packing, splitting
-//! (a tenth at 128 rows) and what follows are the rest: parts of k whose activations stay in L1, asking for tiles a step
-//! ahead, and splitting the next rows between the products were no faster. Asking for the next rows' weights is worth a tenth.
+//! PERF: 128x1024x1024 on one core, GFLOP/s: bf16 350, f32 276, f16 288, where `gemm` makes 99, 98 and 86, `outer` 120;
+//! products alone, from L1, are 1100 of the unit, of which a half or a third counts (Sapphire Rapids, 2026-11-21).
+//! Packing, splitting (a tenth at 128 rows) and what follows are the rest: parts of k whose activations stay in L1,
+//! asking for tiles a step ahead, and splitting the next rows between the products were no faster. Asking for the next
+//! rows' weights is worth a tenth.
 //!
 //! Tile registers: 0 to 3 sums, 4 and 5 weights, 6 and 7 activations. The compiler uses none of them.
 
@@ -43,8 +45,8 @@ const TILE_BYTES: usize = 1024;
 /// f32 as large as a tile.
 const TILE_FLOATS: usize = TILE_BYTES / 4;
 
-/// Whether this process may use the unit: the processor has it and Linux lends it, which has to be asked once for its state of
-/// 8 KiB a thread.
+/// Whether this process may use the unit: the processor has it and Linux lends it, which has to be asked once for its
+/// state of 8 KiB a thread.
 pub(crate) fn is_available() -> bool {
     #[cfg(all(target_os = "linux", target_pointer_width = "64"))]
     {
@@ -56,8 +58,8 @@ pub(crate) fn is_available() -> bool {
         const ARCH_REQ_XCOMP_PERM: i64 = 0x1023;
         const XTILEDATA: i64 = 18;
         const BF16_AND_TILE: u32 = 1 << 22 | 1 << 24;
-        // SAFETY: every x86-64 processor has `cpuid`; the call asks for a permission and touches no memory; std links the C
-        // library that has it.
+        // SAFETY: every x86-64 processor has `cpuid`; the call asks for a permission and touches no memory; std links
+        // the C library that has it.
         unsafe {
             __cpuid(0).eax >= 7
                 && __cpuid_count(7, 0).edx & BF16_AND_TILE == BF16_AND_TILE
@@ -73,11 +75,12 @@ pub(crate) fn takes(k: usize) -> bool {
     k > 0 && k.is_multiple_of(STEP)
 }
 
-/// The unit's instructions, by the tile registers they name: [`Amx`], or what tests make of them where there is no unit.
+/// The unit's instructions, by the tile registers they name: [`Amx`], or what tests make of them where there is no
+/// unit.
 ///
 /// # Safety
-/// Of every function: the unit is there, and but for `configure` configured; memory is readable or writable by rows of 64 bytes,
-/// `stride` bytes apart, as many as the tile has.
+/// Of every function: the unit is there, and but for `configure` configured; memory is readable or writable by rows of
+/// 64 bytes, `stride` bytes apart, as many as the tile has.
 pub(crate) trait Unit: 'static {
     unsafe fn configure(config: &Config);
     unsafe fn release();
@@ -137,7 +140,8 @@ impl<S: Simd, W: Source, U: Unit> Products<S> for Tiles<W, U> {
         let mut r = 0;
         while r < rows {
             let n = TILE.min(rows - r);
-            // SAFETY: the rows are of `k` elements; `wide` has room for n of them, `packed` for k f32 a row of whole blocks.
+            // SAFETY: the rows are of `k` elements; `wide` has room for n of them, `packed` for k f32 a row of whole
+            // blocks.
             unsafe {
                 let (src, stride) = outer::rows_of_f32::<S>(x, first + r, [n, k], wide);
                 split(core::array::from_fn(|i| src.wrapping_add(i * stride)), [n, k], packed.add(r * k));
@@ -159,13 +163,14 @@ impl<S: Simd, W: Source, U: Unit> Products<S> for Tiles<W, U> {
         let config = Config::new(height as u8);
         let blocks = rows.div_ceil(TILE);
         let mut room = MaybeUninit::<W::Room>::uninit();
-        // SAFETY: tiles of weights begin at n - height at most, so they are inside, as are the packed blocks and their sums (see
-        // the trait). The unit is there (`is_available`).
+        // SAFETY: tiles of weights begin at n - height at most, so they are inside, as are the packed blocks and their
+        // sums (see the trait). The unit is there (`is_available`).
         unsafe {
             U::configure(&config);
             let mut j = 0;
             while j < n {
-                // The last tile begins where it ends with the weights: what it has in common with the one before is written twice.
+                // The last tile begins where it ends with the weights: what it has in common with the one before is
+                // written twice.
                 let at = [j, j + TILE].map(|j| j.min(n - height));
                 let tall = if n - j > TILE { 2 } else { 1 };
                 let sums = at.map(|j| sums.add(j * sums_stride));
@@ -245,8 +250,8 @@ pub(crate) trait Source: 'static {
     /// The tiles of elements `from..from + part` of `rows`, whole steps.
     ///
     /// # Safety
-    /// The rows are readable that far; `room` is writable, and holds what it is given as long as the tiles are used; the unit is
-    /// there.
+    /// The rows are readable that far; `room` is writable, and holds what it is given as long as the tiles are used;
+    /// the unit is there.
     unsafe fn tiles(rows: &Rows<Self::Elem>, part: [usize; 2], room: *mut Self::Room) -> Operand;
 }
 
@@ -273,7 +278,8 @@ pub(crate) struct InTerms<E, const TERMS: usize>(PhantomData<E>);
 /// Elements of k that [`InTerms`] splits at once.
 const PART: usize = 512;
 
-/// Tiles of a part: for each step both terms of one tile, then of the other. The second's places stay empty where there is one term alone.
+/// Tiles of a part: for each step both terms of one tile, then of the other. The second's places stay empty where there
+/// is one term alone.
 #[repr(align(64))]
 pub(crate) struct Parts(
     #[allow(dead_code, reason = "written and read by address")] [[[[[u16; STEP]; TILE]; 2]; 2]; PART / STEP],
@@ -468,8 +474,8 @@ unsafe fn block<W: Source, U: Unit, const N: usize, const M: usize>(place: Place
 
 /// Asks for a step of a row: into L2.
 ///
-/// PERF: with `_mm_prefetch` the compiler keeps an address for every row, most of them in memory, and 128x384x1536 in f32 takes
-/// 1.1 of the time (Sapphire Rapids, 2026-11-21).
+/// PERF: with `_mm_prefetch` the compiler keeps an address for every row, most of them in memory, and 128x384x1536 in
+/// f32 takes 1.1 of the time (Sapphire Rapids, 2026-11-21).
 #[inline(always)]
 unsafe fn ask<W: Source>(line: *const u8) {
     // SAFETY: any address may be asked for.
@@ -481,8 +487,8 @@ unsafe fn ask<W: Source>(line: *const u8) {
     }
 }
 
-/// Packs the first `n` of `rows`, of `k` elements, in two terms: a tile of 16 pairs of k by 16 rows after the other, first all
-/// of hi, then of lo. Rows that are missing are zeros.
+/// Packs the first `n` of `rows`, of `k` elements, in two terms: a tile of 16 pairs of k by 16 rows after the other,
+/// first all of hi, then of lo. Rows that are missing are zeros.
 ///
 /// # Safety
 /// The rows are readable, `k` is whole [tiles](takes), `block` has room for 16 * k f32; the unit is there.
@@ -507,8 +513,8 @@ impl Leaf for Split {
         let mut terms = Terms([[[0; STEP]; TILE]; 2]);
         let Terms([his, los]) = &mut terms;
         for step in 0..k / STEP {
-            // SAFETY: a step of every row is readable, as are both tiles, and two of the block writable (see `split`); what is
-            // asked for may be any address.
+            // SAFETY: a step of every row is readable, as are both tiles, and two of the block writable (see `split`);
+            // what is asked for may be any address.
             unsafe {
                 for r in 0..n {
                     let x = rows[r].add(step * STEP);

@@ -1,8 +1,8 @@
 //! Functions std does not have.
 
 /// The error function to within 1.5e-7 * 2^-1 of f32 rounding: Abramowitz and Stegun 7.1.26 is too coarse near zero for
-/// f32, so the Maclaurin series serves |x| < 1 (20 terms leave less than 1e-19) and W. J. Cody's continued fraction form
-/// of erfc, evaluated in f64, the rest.
+/// f32, so the Maclaurin series serves |x| < 1 (20 terms leave less than 1e-19) and W. J. Cody's continued fraction
+/// form of erfc, evaluated in f64, the rest.
 pub fn erf(x: f32) -> f32 {
     let x = f64::from(x);
     let a = x.abs();

@@ -43,11 +43,11 @@ const fn widest<S: Simd>() -> usize {
 struct Plan {
     /// Rows.
     block_rows: usize,
-    /// f32 between elements k and k + 1 of a row: `block_rows` in whole vectors, an odd number of cache lines, so that a tile's
-    /// vectors, one of each element, are spread over all sets of a cache.
+    /// f32 between elements k and k + 1 of a row: `block_rows` in whole vectors, an odd number of cache lines, so that
+    /// a tile's vectors, one of each element, are spread over all sets of a cache.
     ///
-    /// PERF: 128x192x1536 on one core 80 GFLOP/s where it was 61, 512x256x1024 78 where it was 62, with powers of two (Zen 3, AVX2,
-    /// 2026-11-24).
+    /// PERF: 128x192x1536 on one core 80 GFLOP/s where it was 61, 512x256x1024 78 where it was 62, with powers of two
+    /// (Zen 3, AVX2, 2026-11-24).
     stride: usize,
 }
 
@@ -68,16 +68,16 @@ pub(crate) trait Products<S: Simd> {
     /// Packs rows `first..first + rows` of `x`, of `k` elements, as [`Products::multiply`] expects them.
     ///
     /// # Safety
-    /// `packed` has room for `k * stride` f32, `stride` at least `rows` in blocks of 16, `wide` for 16 rows of f32 unless
-    /// the activations are f32; the level exists.
+    /// `packed` has room for `k * stride` f32, `stride` at least `rows` in blocks of 16, `wide` for 16 rows of f32
+    /// unless the activations are f32; the level exists.
     unsafe fn pack(x: &Tensor, first: usize, shape: [usize; 2], wide: *mut f32, packed: *mut f32, stride: usize);
 
-    /// sums[j][m] = weights[j] . x[m] for `n` weight rows of `k` elements, `w_stride` apart, and `rows` packed activation
-    /// rows; `sums`' rows are written in blocks of 16.
+    /// sums[j][m] = weights[j] . x[m] for `n` weight rows of `k` elements, `w_stride` apart, and `rows` packed
+    /// activation rows; `sums`' rows are written in blocks of 16.
     ///
     /// # Safety
-    /// Weights are readable; `packed` is as [`Products::pack`] left it for as many rows and `stride`; `sums` has `n` rows of
-    /// such blocks, `sums_stride` apart; the level exists.
+    /// Weights are readable; `packed` is as [`Products::pack`] left it for as many rows and `stride`; `sums` has `n`
+    /// rows of such blocks, `sums_stride` apart; the level exists.
     unsafe fn multiply(
         w: *const Self::Elem,
         w_stride: usize,
@@ -97,9 +97,9 @@ pub(crate) fn panel_areas(x: &Tensor, rows: usize, weights: &[&Tensor]) -> [usiz
     [stride * k, wide, PANEL * stride, weights.len() * PANEL * stride]
 }
 
-/// The products of the first `rows` rows of `x` with the rows of `N` matrices of one shape, a panel of at most [`PANEL`]
-/// columns after the other: calls `finish([first row, rows], [first column, columns], sums)`, each matrix's sums in rows
-/// [`PANEL`] apart.
+/// The products of the first `rows` rows of `x` with the rows of `N` matrices of one shape, a panel of at most
+/// [`PANEL`] columns after the other: calls `finish([first row, rows], [first column, columns], sums)`, each matrix's
+/// sums in rows [`PANEL`] apart.
 ///
 /// # Safety
 /// The areas are as long as [`panel_areas`] says; the level exists.
@@ -120,8 +120,8 @@ pub(crate) unsafe fn panels<S: Simd, P: Products<S>, const N: usize>(
     let mut first = 0;
     while first < rows {
         let cols = plan.block_rows.min(rows - first);
-        // SAFETY: the areas are as large as the plan says (caller); the weights' boxes hold n rows of k (rows of `x` are of
-        // that length, or `Row::of` panics); the level exists (caller).
+        // SAFETY: the areas are as large as the plan says (caller); the weights' boxes hold n rows of k (rows of `x`
+        // are of that length, or `Row::of` panics); the level exists (caller).
         unsafe {
             P::pack(x, first, [cols, k], wide, packed, plan.stride);
             let mut column = 0;
@@ -176,7 +176,8 @@ impl<S: Simd> Products<S> for Outer {
     }
 }
 
-/// Rows `first..first + n` of `x`, of `k` elements, and the f32 from one to the next: where they are, or widened into `wide`.
+/// Rows `first..first + n` of `x`, of `k` elements, and the f32 from one to the next: where they are, or widened into
+/// `wide`.
 ///
 /// # Safety
 /// `wide` has room for them, unless they are f32; the level exists.

@@ -378,7 +378,8 @@ impl Body for Rope<'_> {
     }
 }
 
-/// `to` = the head `from`, normed, with its pairs turned, as [`rope`](crate::kernels::rope) has them. `to` may be `from` where all are.
+/// `to` = the head `from`, normed, with its pairs turned, as [`rope`](crate::kernels::rope) has them. `to` may be
+/// `from` where all are.
 struct Turn<S> {
     from: Row,
     norm: Option<Row>,

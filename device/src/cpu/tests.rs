@@ -77,8 +77,8 @@ impl Memory {
         })
     }
 
-    /// A matrix of 4-bit weights: numbers of levels and scales by their own functions of (row, column) and (row, block). What lies beyond a row's
-    /// last is the pattern of unwritten memory, but for the scales of whole blocks.
+    /// A matrix of 4-bit weights: numbers of levels and scales by their own functions of (row, column) and (row,
+    /// block). What lies beyond a row's last is the pattern of unwritten memory, but for the scales of whole blocks.
     fn fours(
         dtype: DType,
         [n, k]: [usize; 2],
@@ -238,8 +238,8 @@ const fn below(n: usize, interpreted: usize) -> usize {
     if cfg!(miri) { interpreted } else { n }
 }
 
-/// Whether numbers become f16 and back here: Miri knows the portable conversion and not F16C's instructions, which `half` takes
-/// where they are.
+/// Whether numbers become f16 and back here: Miri knows the portable conversion and not F16C's instructions, which
+/// `half` takes where they are.
 const HAS_F16: bool = !cfg!(all(miri, target_feature = "f16c"));
 
 fn dtypes() -> impl Strategy<Value = DType> {
@@ -601,7 +601,8 @@ mod linear {
         Memory::new(DType::Bf16, &extents, 0, 0, |i| tensor.get([i / extents[1], i % extents[1]]))
     }
 
-    /// [`both`], in pairs with the reference of `matrices` that are [rounded]: its operands before it, and those after each.
+    /// [`both`], in pairs with the reference of `matrices` that are [rounded]: its operands before it, and those after
+    /// each.
     fn as_taken<K: MacroKernel + Numbered, const N: usize>(
         (isa, p): (Isa, &K::Params),
         io: &[Memory; N],
@@ -618,18 +619,19 @@ mod linear {
         (taken, [expected, got])
     }
 
-    /// What pairs may be off beside the products of what is [rounded], which are exact: another order of summation, and subnormal numbers, which are zeros.
+    /// What pairs may be off beside the products of what is [rounded], which are exact: another order of summation, and
+    /// subnormal numbers, which are zeros.
     fn bound_of_pairs(x: &Memory, w: &Memory, r: usize, n: usize) -> f32 {
         let (xt, wt) = (x.tensor(), w.tensor());
         let lost: f32 = (0..xt.extent(1)).map(|k| xt.get([r, k]).abs() + wt.get([n, k]).abs() + 2.0).sum();
         2.0 * bound(x, w, r, n) + lost * f32::MIN_POSITIVE
     }
 
-    /// [`bound`], or what a matrix unit may be off. In two terms of bf16 a number keeps 16 bits, so that each is off by 2^-17 of
-    /// its size, and its second term is at most 2^-8 of it: with bf16 weights sum |x| |w| * 2^-17; where weights are in terms too,
-    /// 2^-17 for each factor and 2^-16 for the product of their second terms, which is left out, together 2^-15. Each order of
-    /// summation has its part.
-    /// The unit takes subnormal numbers for zeros: a term of an activation, one of a weight, a sum.
+    /// [`bound`], or what a matrix unit may be off. In two terms of bf16 a number keeps 16 bits, so that each is off by
+    /// 2^-17 of its size, and its second term is at most 2^-8 of it: with bf16 weights sum |x| |w| * 2^-17; where
+    /// weights are in terms too, 2^-17 for each factor and 2^-16 for the product of their second terms, which is left
+    /// out, together 2^-15. Each order of summation has its part. The unit takes subnormal numbers for zeros: a term of
+    /// an activation, one of a weight, a sum.
     fn bound_by(on_unit: bool, x: &Memory, w: &Memory, r: usize, n: usize) -> f32 {
         if !on_unit {
             return bound(x, w, r, n);
@@ -649,7 +651,8 @@ mod linear {
             long in any::<bool>(), gap in 0usize..9, skew in 0usize..2, bias in any::<bool>(), residual in any::<bool>(), kind in 0u32..7,
             order in 0u32..4, seed in any::<u64>(),
         ) {
-            // Long rows pass the prefetch distance and the block of k; whole tiles and several of them are a matrix unit's.
+            // Long rows pass the prefetch distance and the block of k; whole tiles and several of them are a matrix
+            // unit's.
             let (rows, n, k) = match order {
                 2.. => (below(3, 1) * rows, below(4, 2) * n, whole(isa, if long { k * below(3, 1) } else { k })),
                 _ => (rows, n, if long { k * below(23, 1) } else { k }),
@@ -679,14 +682,15 @@ mod linear {
                 // No activation is steeper than 1.13.
                 let off = if in_pairs { bound_of_pairs(&io[0], &io[1], r, c) } else { bound_by(on_unit, &io[0], &io[1], r, c) };
                 let tolerance = 1.2 * off + unit(yd) * (e.abs() + 1.0);
-                // An infinite output may come of a finite sum's rounding only where f16 ends. With activations in two terms an
-                // infinite weight may give NaN, of which activations make what they will.
+                // An infinite output may come of a finite sum's rounding only where f16 ends. With activations in two
+                // terms an infinite weight may give NaN, of which activations make what they will.
                 let is_lost = (on_unit || in_pairs) && e.is_infinite();
                 prop_assert!(is_lost || near(*e, *g, tolerance), "{} [{r}, {c}]: {g}, expected {e} +- {tolerance}", isa.name());
             }
         }
 
-        /// Bodies may keep activations in 15 bits of their block's largest, or 16, beside weights in 8, and in 8 beside such in 4.
+        /// Bodies may keep activations in 15 bits of their block's largest, or 16, beside weights in 8, and in 8 beside
+        /// such in 4.
         #[test]
         fn weights_in_few_bits_agree_with_their_reference(
             isa in isas(), wd in prop::sample::select(&FEWER_BITS[..]), rows in 0..below(20, 3), n in 1..below(23, 6), k in 1..below(700, 150), gap in 0usize..9,
@@ -793,7 +797,8 @@ mod linear {
 
     proptest! {
         #![proptest_config(cases(80))]
-        /// Tiles of every width and height, several panels of columns, and of `k` so long that rows come in several blocks.
+        /// Tiles of every width and height, several panels of columns, and of `k` so long that rows come in several
+        /// blocks.
         #[test]
         fn sums_in_order_agree_with_their_reference(
             isa in isas(), xd in dtypes(), rows in 1..below(150, 20), n in 1..below(220, 24), k in 0..below(40, 12),
@@ -971,7 +976,8 @@ mod attention {
 
     proptest! {
         #![proptest_config(cases(100))]
-        /// On a matrix unit where there is one, or in pairs: tiles of queries and blocks of positions, whole ones and parts of them.
+        /// On a matrix unit where there is one, or in pairs: tiles of queries and blocks of positions, whole ones and
+        /// parts of them.
         #[test]
         fn of_prompts_agrees_with_its_reference(
             q_dtype in dtypes(), rows in 1..below(40, 4), n_kv in 1..below(3, 2), group in 1..below(5, 3), d in 1..below(4, 2),

@@ -1,6 +1,6 @@
 //! Every GPU body against its kernel's reference, on the simulated GPU: random shapes with odd tails, rows that start
-//! anywhere, views with gaps, all float types, random schedules. Nothing outside an operand's box may be touched, nothing
-//! read-only written, no output read before it is written; gaps inside a box hold NaN.
+//! anywhere, views with gaps, all float types, random schedules. Nothing outside an operand's box may be touched,
+//! nothing read-only written, no output read before it is written; gaps inside a box hold NaN.
 
 use super::Call;
 use super::math::short_scale;
@@ -274,8 +274,8 @@ impl Case {
         }
     }
 
-    /// Plans a ring of `capacity` bytes, or of as many as it takes for a step to be under way while the one before is held,
-    /// through which matrices `slots` go, `tile` bytes at most of each at a time.
+    /// Plans a ring of `capacity` bytes, or of as many as it takes for a step to be under way while the one before is
+    /// held, through which matrices `slots` go, `tile` bytes at most of each at a time.
     fn stream(&mut self, slots: &[usize], tile: u32, capacity: u32) {
         let capacity = self.beside + capacity.max(3 * tile * slots.len() as u32);
         self.tile_bytes = capacity;
@@ -389,8 +389,8 @@ impl Case {
         }
     }
 
-    /// For a product into f32, now and then: of one row, where the best of its outputs goes, of several, what is made for a product after a norm. Else
-    /// nothing.
+    /// For a product into f32, now and then: of one row, where the best of its outputs goes, of several, what is made
+    /// for a product after a norm. Else nothing.
     fn maybe_best(&mut self, random: &mut Random, rows: u32, n: u32) {
         let is_f32 = self.operands[linear::slot::Y].dtype() == Some(DType::F32);
         if rows == 1 && is_f32 && random.flip() {
@@ -413,7 +413,8 @@ impl Case {
         }
     }
 
-    /// Sinks of queries of `heads` x `group`, or none: as large as scores, far above all of them, or far below; each a number in f16, too.
+    /// Sinks of queries of `heads` x `group`, or none: as large as scores, far above all of them, or far below; each a
+    /// number in f16, too.
     fn maybe_sinks(&mut self, random: &mut Random, [heads, group]: [u32; 2], is_causal: bool) {
         if !is_causal || random.below(4) == 0 {
             return self.absent();
@@ -572,7 +573,8 @@ impl Case {
                     }
                 }
                 let tiles = Tiles::new(&gpu, block.thread);
-                // As if other tasks had tiles after this one's, where there is no room for what bodies do with all of their memory.
+                // As if other tasks had tiles after this one's, where there is no room for what bodies do with all of
+                // their memory.
                 let others = u32::from(self.tile_bytes < TILE_BYTES);
                 tiles.expect(others);
                 if n_data > 0 {
@@ -686,7 +688,8 @@ fn weights_of(gated: bool) -> &'static [usize] {
     if gated { &[gated_linear::slot::GATE, gated_linear::slot::UP] } else { &[linear::slot::W] }
 }
 
-/// `tensor`, the matrix or stack that `operand` is, of what bf16 has next to each element; of short scales, if it has any, when `is_short`.
+/// `tensor`, the matrix or stack that `operand` is, of what bf16 has next to each element; of short scales, if it has
+/// any, when `is_short`.
 fn as_brain(operand: &Operand, tensor: &Tensor, is_short: bool) -> (Operand, Vec<u128>) {
     let mut rounded = Operand { offset_bytes: 0, dtype: DType::Bf16 as u16, ..*operand };
     let mut apart = 1;
@@ -907,8 +910,8 @@ fn thin_linear(random: &mut Random, round: usize) {
     judge_tiled(random, DType::Bf16, [n, k], tile, round % 2 == 1, &[96, 224, 32]);
 }
 
-/// A few rows and bf16 weights in whole rows: the tensor cores', more rows of weights than sums have room for among them, in tiles that are no eights;
-/// normed, weighted for the next norm or neither.
+/// A few rows and bf16 weights in whole rows: the tensor cores', more rows of weights than sums have room for among
+/// them, in tiles that are no eights; normed, weighted for the next norm or neither.
 fn few_linear(random: &mut Random, round: usize) {
     let rows = 1 + random.one_to(linear::MOST_FEW - 1);
     let k = 32 * random.one_to(if round.is_multiple_of(6) { 128 } else { 20 });
@@ -952,8 +955,8 @@ fn few_linear(random: &mut Random, round: usize) {
     assert!(case.report.warp_products > 0, "the tensor cores'");
 }
 
-/// One row and weights in 8 bits: the tensor cores', by lines in pairs or not; in registers, where it is long; one by one, where its lines are not
-/// whole or a norm has no room.
+/// One row and weights in 8 bits: the tensor cores', by lines in pairs or not; in registers, where it is long; one by
+/// one, where its lines are not whole or a norm has no room.
 fn eight_linear(random: &mut Random, round: usize) {
     let k = match round % 8 {
         0 => 64 * random.one_to(220),
@@ -1017,8 +1020,8 @@ fn packed_linear_of_rows(random: &mut Random, round: usize) {
     case.judge("a product with weights in fewer bits");
 }
 
-/// One row, longer than shared memory has room for or of no whole chunks: in registers, where there are threads enough for it; of one matrix or
-/// two, with more rows of weights than sums have room for among them.
+/// One row, longer than shared memory has room for or of no whole chunks: in registers, where there are threads enough
+/// for it; of one matrix or two, with more rows of weights than sums have room for among them.
 fn long_linear(random: &mut Random, round: usize) {
     let k = 8 * match round % 4 {
         0 => random.one_to(1792),
@@ -1073,7 +1076,8 @@ fn judge_tiled(random: &mut Random, dtype: DType, [n, k]: [u32; 2], tile: u32, g
     };
     case.threads = threads;
     if gated {
-        // What one sum is off by is multiplied with the other, which is as large as the root of k, and more in one of many.
+        // What one sum is off by is multiplied with the other, which is as large as the root of k, and more in one of
+        // many.
         case.tolerance *= ((k as f32).sqrt() / 8.0).max(1.0);
     }
     // Rounding to whole numbers must not lose what is none.
@@ -1210,7 +1214,8 @@ fn wide_linear(random: &mut Random, round: usize) {
     case.judge("wide gated_linear");
 }
 
-/// Matrices on multiples of sixteen bytes, weights in fewer bits too: a warpgroup's products, over one part and several, with tails of every kind.
+/// Matrices on multiples of sixteen bytes, weights in fewer bits too: a warpgroup's products, over one part and
+/// several, with tails of every kind.
 fn warpgroup_linear(random: &mut Random, round: usize) {
     let (rows, n) = (1 + random.one_to([40, 120, 200, 14][round % 4]), random.one_to([150, 40, 150, 14][round % 4]));
     let k = 8 * random.one_to([12, 70][round / 2 % 2]);
@@ -1391,7 +1396,8 @@ fn attention(random: &mut Random, round: usize) {
     case.judge("attention");
 }
 
-/// Rows of queries on tensor cores: several keys' blocks, rows that see part of one, heads that are not whole tiles, several parts.
+/// Rows of queries on tensor cores: several keys' blocks, rows that see part of one, heads that are not whole tiles,
+/// several parts.
 fn attention_of_many(random: &mut Random, round: usize) {
     let (rows, heads, group) = (15 + random.one_to(50), random.one_to(2), random.one_to(3));
     let d = 8 * random.one_to([8, 16][round % 2]);
@@ -1447,7 +1453,8 @@ fn attention_of_many(random: &mut Random, round: usize) {
     assert!(case.report.warp_products > 0 || !is_for_tensor_cores, "share {first}..{end}");
 }
 
-/// A few rows whose queries of a head are as few as those of one row in decoding: windows, shares of the positions of which rows see a part or nothing.
+/// A few rows whose queries of a head are as few as those of one row in decoding: windows, shares of the positions of
+/// which rows see a part or nothing.
 fn attention_of_few(random: &mut Random, round: usize) {
     let group = random.one_to(4);
     let (rows, heads) = (2 + random.below(8 / group - 1), random.one_to(2));
@@ -1860,7 +1867,8 @@ fn experts(random: &mut Random, round: usize) {
     begin(&mut case, random);
     case.judge("experts_down");
 
-    // As checkpoints and intermediates lie, and products read them: in eights that stand on sixteen bytes. A row that is normalised is staged.
+    // As checkpoints and intermediates lie, and products read them: in eights that stand on sixteen bytes. A row that
+    // is normalised is staged.
     let k = 8 * random.one_to(400);
     let mut case = Case::new::<ExpertsUp>(params);
     case.push_placed(random, DType::F32, &[rows, k], Random::float, true);
@@ -2014,8 +2022,8 @@ fn push_routes(case: &mut Case, random: &mut Random, [rows, experts, chosen]: [u
     case.push(random, DType::I32, &[rows, chosen], |_| all.next().expect("a number for each"));
 }
 
-/// Gated rows, or those of slots, of one expert and of many, on the tensor cores and without; parts with no second tile, and with several,
-/// experts with no row, with one, and with more than a part has.
+/// Gated rows, or those of slots, of one expert and of many, on the tensor cores and without; parts with no second
+/// tile, and with several, experts with no row, with one, and with more than a part has.
 fn routed_case(random: &mut Random, round: usize, blocks: u32) -> (Case, bool) {
     let by_warpgroup = !round.is_multiple_of(4) || blocks > 1;
     let experts = [1, 3, 9, 131][random.below(4) as usize];

@@ -1,8 +1,9 @@
 //! [Flagged](perpetua_shared::flag) elements, as bodies write and read them: an operand says whether its elements are.
 //!
-//! Whoever writes one is done with it; whoever reads one asks for it until it is there, each thread for what it wants itself, with
-//! no barrier and no counter between the two. A reader in vain reports that and goes on with what it found: whatever it waits for
-//! next finds the fault, and the last of a worker's waits, which is for an event, sends it home.
+//! Whoever writes one is done with it; whoever reads one asks for it until it is there, each thread for what it wants
+//! itself, with no barrier and no counter between the two. A reader in vain reports that and goes on with what it
+//! found: whatever it waits for next finds the fault, and the last of a worker's waits, which is for an event, sends it
+//! home.
 
 use super::sync::Patience;
 use super::tiles::Waited;
@@ -42,8 +43,8 @@ impl<A: Read, B: Read> Read for (A, B) {
     }
 }
 
-/// How what has been read too early is read again: by a closure, or, where that is so much that the compiler would not take a closure for
-/// part of its caller, by something else.
+/// How what has been read too early is read again: by a closure, or, where that is so much that the compiler would not
+/// take a closure for part of its caller, by something else.
 pub(crate) trait Again<T> {
     /// Reads it.
     fn again(&self) -> T;
@@ -257,7 +258,8 @@ impl Call<'_> {
         }
     }
 
-    /// Sets the eight elements from `at`, a multiple of eight, on of `row`, one of `tensor`'s, as far as they are below `n`, where it ends.
+    /// Sets the eight elements from `at`, a multiple of eight, on of `row`, one of `tensor`'s, as far as they are below
+    /// `n`, where it ends.
     ///
     /// # Safety
     /// As [`Row::set`].
@@ -278,7 +280,8 @@ impl Call<'_> {
 
     /// `found`, flagged elements of operand `operand`, or what `again` finds once they are there.
     ///
-    /// PERF: looked at in one place, whether found at once or later: with a second one, for later, it was as much code again.
+    /// PERF: looked at in one place, whether found at once or later: with a second one, for later, it was as much code
+    /// again.
     pub(crate) fn there<T: Read>(&self, operand: usize, mut found: T, again: impl Again<T>) -> T {
         let mut wait = Wait::default();
         // First `again`, since what is looked at may have been asked for long ago.
@@ -312,8 +315,8 @@ impl Call<'_> {
         found.lacks(self.flag())
     }
 
-    /// Whether to look once more for elements of operand `operand`, of which [some are not there](Call::lacks): after a while of sleep. When it has been
-    /// too long, which is reported, or when there has been a fault, it is not.
+    /// Whether to look once more for elements of operand `operand`, of which [some are not there](Call::lacks): after a
+    /// while of sleep. When it has been too long, which is reported, or when there has been a fault, it is not.
     pub(crate) fn goes_on(&self, operand: usize, lacks: u32, wait: &mut Wait) -> bool {
         let Some(tiles) = self.tiles else { return false };
         if wait.began_ns == 0 {

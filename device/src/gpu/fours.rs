@@ -1,4 +1,5 @@
-//! Four neighbouring columns of a matrix of floats, of several of its rows at a time: what a thread has of the outputs of many rows.
+//! Four neighbouring columns of a matrix of floats, of several of its rows at a time: what a thread has of the outputs
+//! of many rows.
 
 use super::{BF16, F32, Tensor, load, store};
 use crate::arch::{memory, scalar};
@@ -111,7 +112,8 @@ impl Fours {
         fours
     }
 
-    /// Sets those of rows `r` that are there, rounding to nearest even. The same row may come twice, with the same values.
+    /// Sets those of rows `r` that are there, rounding to nearest even. The same row may come twice, with the same
+    /// values.
     ///
     /// # Safety
     /// The rows are there, and the calling thread is the only one to touch these elements now.

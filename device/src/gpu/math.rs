@@ -21,7 +21,8 @@ pub(crate) fn exp(x: f32) -> f32 {
     exp2(r * core::f32::consts::LOG2_E) * exp2(n)
 }
 
-/// ln x to 1e-7 and 3e-7 of itself, of a positive number that is not subnormal: x = m 2^n with m from 2/3 to 4/3, and ln m = 2 atanh((m - 1) / (m + 1)).
+/// ln x to 1e-7 and 3e-7 of itself, of a positive number that is not subnormal: x = m 2^n with m from 2/3 to 4/3, and
+/// ln m = 2 atanh((m - 1) / (m + 1)).
 fn ln(x: f32) -> f32 {
     const TWO_THIRDS: u32 = 0x3f2a_aaab;
     let n = (x.to_bits().wrapping_sub(TWO_THIRDS) as i32) >> 23;
@@ -68,16 +69,16 @@ fn raised_bytes(bytes: u32) -> [f32; 4] {
     [f32::from_bits(a), f32::from_bits(b), f32::from_bits(c), f32::from_bits(d)]
 }
 
-/// Four bytes as numbers, each less a whole number of up to eight bits, the lowest first. PERF: an instruction that converts goes at a quarter of
-/// the rate of these two.
+/// Four bytes as numbers, each less a whole number of up to eight bits, the lowest first. PERF: an instruction that
+/// converts goes at a quarter of the rate of these two.
 pub(crate) fn bytes_less(bytes: u32, less: f32) -> [f32; 4] {
     let [a, b, c, d] = raised_bytes(bytes);
     let less = ABOVE + less;
     [a - less, b - less, c - less, d - less]
 }
 
-/// The 15 highest bits of `scale`, and what [`scaled_bytes`] adds where bytes are so much more: so many that this is exact, and the products are.
-/// What is lost is less than 2^-14 of the scale.
+/// The 15 highest bits of `scale`, and what [`scaled_bytes`] adds where bytes are so much more: so many that this is
+/// exact, and the products are. What is lost is less than 2^-14 of the scale.
 pub(crate) fn short_scale(scale: f32, more: f32) -> (f32, f32) {
     let scale = f32::from_bits(scale.to_bits() & !0x1ff);
     (scale, scale * -(ABOVE + more))

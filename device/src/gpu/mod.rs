@@ -63,7 +63,8 @@ impl Tensor {
         self.dtype != 0
     }
 
-    /// Whether its elements are [flagged](perpetua_shared::flag): f32, to be touched by [`Call::put`] and [`Call::get`] alone.
+    /// Whether its elements are [flagged](perpetua_shared::flag): f32, to be touched by [`Call::put`] and [`Call::get`]
+    /// alone.
     pub(crate) fn is_flagged(&self) -> bool {
         self.is_flagged
     }
@@ -182,7 +183,8 @@ impl Tensor {
     }
 }
 
-/// Contiguous floats, or a row of weights in fewer bits: an address and a type, all that a loop over them needs to hold.
+/// Contiguous floats, or a row of weights in fewer bits: an address and a type, all that a loop over them needs to
+/// hold.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Row {
     base: *mut u8,
@@ -277,8 +279,8 @@ impl Row {
         values
     }
 
-    /// Eight elements from each of `at`, multiples of eight, on, all of them asked for before the first is looked at; zero from `n` on,
-    /// where the row ends.
+    /// Eight elements from each of `at`, multiples of eight, on, all of them asked for before the first is looked at;
+    /// zero from `n` on, where the row ends.
     ///
     /// # Safety
     /// As [`Row::get`].
@@ -546,15 +548,15 @@ impl Call<'_> {
     /// Operand `i`, in the order the kernel's file gives.
     ///
     /// # Safety
-    /// The kernel has that many operands (the image's check counted them), and uses this one as its slot says: while the tensor
-    /// is in use nobody else writes what it reads or touches what it writes.
+    /// The kernel has that many operands (the image's check counted them), and uses this one as its slot says: while
+    /// the tensor is in use nobody else writes what it reads or touches what it writes.
     #[track_caller]
     pub unsafe fn tensor(&self, i: usize) -> Tensor {
         Tensor::of_turn(i)
     }
 
-    /// Whether `N` matrices of weights, from operand `w` on, are of type `dtype`, all of them: a checkpoint may have two that are taken side by
-    /// side in two types.
+    /// Whether `N` matrices of weights, from operand `w` on, are of type `dtype`, all of them: a checkpoint may have
+    /// two that are taken side by side in two types.
     ///
     /// # Safety
     /// The kernel has that many operands.
@@ -573,12 +575,14 @@ impl Call<'_> {
         self.launch.is_none_or(|launch| !param!(launch, without).has(technique))
     }
 
-    /// The code of the launch's fault, 0 where there is none: what the pass has made after one may be of rows that somebody has waited for in vain.
+    /// The code of the launch's fault, 0 where there is none: what the pass has made after one may be of rows that
+    /// somebody has waited for in vain.
     pub(crate) fn fault_code(&self) -> u32 {
         self.tiles.map_or(0, |tiles| tiles.sync().fault_code())
     }
 
-    /// Tells the host by entry `at` of the mailbox that the pass has ended, how many tokens are in the cache, and which token it has made there.
+    /// Tells the host by entry `at` of the mailbox that the pass has ended, how many tokens are in the cache, and which
+    /// token it has made there.
     ///
     /// # Safety
     /// The pass's last task calls it, on one thread, and for an entry once a launch.
@@ -614,7 +618,8 @@ impl Call<'_> {
         turn::seen().sequence
     }
 
-    /// Records a fault of the task, unless another is recorded already, and tells every worker to leave; what the body returns then.
+    /// Records a fault of the task, unless another is recorded already, and tells every worker to leave; what the body
+    /// returns then.
     pub(crate) fn fault(&self, code: FaultCode, detail: u32, found: u32, expected: u32) -> Fault {
         let fault = Fault::new(code, detail, found, expected);
         if let Some(tiles) = self.tiles {

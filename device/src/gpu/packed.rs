@@ -1,5 +1,5 @@
-//! Weights in fewer bits ([`perpetua_shared::dtype::Lines`]), as bodies find them: where an element of a row and its scale lie, and what a word of
-//! them holds.
+//! Weights in fewer bits ([`perpetua_shared::dtype::Lines`]), as bodies find them: where an element of a row and its
+//! scale lie, and what a word of them holds.
 
 use super::math::bytes_less;
 use super::{MX4, Q4, Q8};
@@ -43,19 +43,20 @@ pub(crate) trait Packed: LookedUp {
         [(line + group + 1) * LINE, group * (per_group + 1) * LINE + number * (LINE / per_group)]
     }
 
-    /// Stretches of sixteen elements, each with one scale, that sixteen bytes of a row are, and where stretch `which` of the `unit`th sixteen bytes
-    /// begins.
+    /// Stretches of sixteen elements, each with one scale, that sixteen bytes of a row are, and where stretch `which`
+    /// of the `unit`th sixteen bytes begins.
     const STRETCHES: u32;
     fn stretch(unit: u32, which: u32) -> u32;
 
-    /// Where element `i` of a row is: its byte, and its scale. Sixteen from a multiple of sixteen on are in bytes that follow, and have one scale.
+    /// Where element `i` of a row is: its byte, and its scale. Sixteen from a multiple of sixteen on are in bytes that
+    /// follow, and have one scale.
     fn element(i: u32) -> (u32, u32);
 
     /// The scale that is at byte `at` of a row, of the aligned `word` around it.
     fn scale(word: u32, at: u32) -> f32;
 
-    /// The numbers, scaled by nothing yet, of eight elements from `i` on, a multiple of eight, whose bytes these are: as bytes, each
-    /// [so many](Packed::MORE) more, from none to 255.
+    /// The numbers, scaled by nothing yet, of eight elements from `i` on, a multiple of eight, whose bytes these are:
+    /// as bytes, each [so many](Packed::MORE) more, from none to 255.
     fn eight(table: Self::Table, bytes: (u32, u32), i: u32) -> (u32, u32);
 
     /// Element `i` of the row at `row`, of type `dtype`.
@@ -116,7 +117,8 @@ impl Packed for Eight {
     }
 }
 
-/// Weights in 4 bits, laid out as [`dtype::Q4`] says: the lowest 64 elements of a line in the low halves of its bytes, the others in the high ones.
+/// Weights in 4 bits, laid out as [`dtype::Q4`] says: the lowest 64 elements of a line in the low halves of its bytes,
+/// the others in the high ones.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Four;
 
@@ -154,17 +156,18 @@ impl LevelTable {
 const LOW: u32 = 0x0f0f_0f0f;
 
 impl Four {
-    /// The levels of the eight numbers that a word is, four bits each, as bytes, [raised](RAISED): those of its low half first.
+    /// The levels of the eight numbers that a word is, four bits each, as bytes, [raised](RAISED): those of its low
+    /// half first.
     fn levels(LevelTable([a, b, c, d]): LevelTable, numbers: u32) -> (u32, u32) {
-        // To the first eight levels a number beyond them is a byte's sign, which none has; and so is a lower one to the others, once its highest bit
-        // is the opposite.
+        // To the first eight levels a number beyond them is a byte's sign, which none has; and so is a lower one to the
+        // others, once its highest bit is the opposite.
         let beyond = numbers ^ 0x8888_8888;
         let four = |shift: u32| permute(a, b, numbers >> shift) | permute(c, d, beyond >> shift);
         (four(0), four(16))
     }
 
-    /// The levels in the low halves of eight bytes, and in the high ones, as bytes, [raised](RAISED): of the first and the second byte of either
-    /// word in turn, then of the third and the fourth.
+    /// The levels in the low halves of eight bytes, and in the high ones, as bytes, [raised](RAISED): of the first and
+    /// the second byte of either word in turn, then of the third and the fourth.
     pub(crate) fn raised(table: LevelTable, (first, second): (u32, u32)) -> ((u32, u32), (u32, u32)) {
         let low = first & LOW | second << 4 & !LOW;
         let high = first >> 4 & LOW | second & !LOW;

@@ -1,8 +1,9 @@
 //! Dot products of weight rows with activation rows, a warp to each: what `linear` and `gated_linear` are made of.
 //!
-//! A lane takes eight consecutive elements, a warp 256; with one row of activations four such steps are in flight, 2 KiB
-//! of bf16 weights a warp. The first elements go one by one until the weight row stands on 16 bytes, as do the last;
-//! where the activations then do not, the whole row goes one by one. So rows may start anywhere and have any length.
+//! A lane takes eight consecutive elements, a warp 256; with one row of activations four such steps are in flight, 2
+//! KiB of bf16 weights a warp. The first elements go one by one until the weight row stands on 16 bytes, as do the
+//! last; where the activations then do not, the whole row goes one by one. So rows may start anywhere and have any
+//! length.
 
 use super::math::{bytes_less, rsqrt};
 use super::packed::{Eight, Four, LookedUp, Packed};
@@ -259,7 +260,8 @@ pub(crate) struct Staging {
     pub(crate) norm: usize,
     /// Added to its mean square then.
     pub(crate) eps: f32,
-    /// Whether that operand is no weights, which come in a tile, but sums of squares: see [`weighted`](super::weighted).
+    /// Whether that operand is no weights, which come in a tile, but sums of squares: see
+    /// [`weighted`](super::weighted).
     pub(crate) is_weighted: bool,
     /// Whether operand `x` is what an attention's splits found, and the row what they make together.
     pub(crate) merges: bool,
@@ -267,13 +269,14 @@ pub(crate) struct Staging {
     pub(crate) like: (usize, usize),
 }
 
-/// Calls `ready`; then, if `staged`, puts row 0 of operand `x` into shared memory, normalised, if operand `norm` is there, by its root mean
-/// square and the weights that are operand `norm`: x * rsqrt(mean(x^2) + eps) * weight, as [`RmsNorm`](crate::kernels::RmsNorm) has it. The
-/// weights come from the task's next tile if it has tiles.
+/// Calls `ready`; then, if `staged`, puts row 0 of operand `x` into shared memory, normalised, if operand `norm` is
+/// there, by its root mean square and the weights that are operand `norm`: x * rsqrt(mean(x^2) + eps) * weight, as
+/// [`RmsNorm`](crate::kernels::RmsNorm) has it. The weights come from the task's next tile if it has tiles.
 ///
 /// # Safety
-/// Every thread of the block makes this same call, no thread reads what was staged before any more; operand `x` makes one row of as
-/// many elements as `like` says, at most [`MAX_NORMED`], and operand `norm` has as many. Where there is a norm it is `staged`.
+/// Every thread of the block makes this same call, no thread reads what was staged before any more; operand `x` makes
+/// one row of as many elements as `like` says, at most [`MAX_NORMED`], and operand `norm` has as many. Where there is a
+/// norm it is `staged`.
 ///
 /// # Errors
 /// Those of `ready`.
@@ -359,11 +362,12 @@ pub(crate) struct Rows<'a> {
     pub(crate) staged: bool,
 }
 
-/// `x[first + j, :] . w[n, :]` with operand `w` of the call, for j below R, the same in every lane; j beyond the rows that count repeat the last one.
+/// `x[first + j, :] . w[n, :]` with operand `w` of the call, for j below R, the same in every lane; j beyond the rows
+/// that count repeat the last one.
 ///
 /// # Safety
-/// Every lane of the warp makes this same call; operands `x` and `w` are matrices of floats with the same number of columns, each
-/// row contiguous; `n` and `first` are rows of theirs and `rows` is at most x's.
+/// Every lane of the warp makes this same call; operands `x` and `w` are matrices of floats with the same number of
+/// columns, each row contiguous; `n` and `first` are rows of theirs and `rows` is at most x's.
 pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u32) -> [f32; R] {
     // SAFETY: the caller's promises; the types are the tensors'.
     let mut sums = unsafe {
@@ -406,7 +410,8 @@ pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u
     sums
 }
 
-/// A row of activations that [`two_dots`] multiplies: the one that has been [staged](ready_and_staged), or one in global memory.
+/// A row of activations that [`two_dots`] multiplies: the one that has been [staged](ready_and_staged), or one in
+/// global memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Vector {
     /// Whether it has been staged.
@@ -415,7 +420,8 @@ pub(crate) struct Vector {
     pub(crate) row: Row,
 }
 
-/// The sums of the products of `k` elements of `x` with `a` and with `b`, the same in every lane. Eight loads are under way.
+/// The sums of the products of `k` elements of `x` with `a` and with `b`, the same in every lane. Eight loads are under
+/// way.
 ///
 /// # Safety
 /// Every lane of the warp makes this same call; the rows have so many elements.
@@ -491,8 +497,9 @@ unsafe fn each_of_dot(x: Vector, w: Row, k: u32, lane: u32) -> f32 {
     sum
 }
 
-/// The sum, over the `chosen` experts that were `found`, of the products of row `[r, slot]` of operand `x` with row `[expert, column]` of operand
-/// `w`, the same in every lane. Four loads are under way however short a row is, since one expert's follow the other's.
+/// The sum, over the `chosen` experts that were `found`, of the products of row `[r, slot]` of operand `x` with row
+/// `[expert, column]` of operand `w`, the same in every lane. Four loads are under way however short a row is, since
+/// one expert's follow the other's.
 ///
 /// # Safety
 /// Every lane of the warp makes this same call; the operands are of rank 3 and have those rows, of one length.
@@ -553,7 +560,8 @@ fn one_added(mut sum: f32, (weights, values): ([u32; 4], [f32; 8])) -> f32 {
     sum
 }
 
-/// What a lane of [`dot_of_parts`] goes through: from a chunk of eight to the one a warp further, and from a slot to the next.
+/// What a lane of [`dot_of_parts`] goes through: from a chunk of eight to the one a warp further, and from a slot to
+/// the next.
 struct PartsOf {
     rows: Tensor,
     weights: Tensor,
@@ -710,7 +718,8 @@ unsafe fn typed<W: Float, V: Values<R>, const R: usize>(
     sums
 }
 
-/// A lane's share of [`dots`] of one row with weights in fewer bits, in steps of sixteen elements. (More rows go to `wide`.)
+/// A lane's share of [`dots`] of one row with weights in fewer bits, in steps of sixteen elements. (More rows go to
+/// `wide`.)
 unsafe fn in_fewer_bits<P: Packed>(x: &Rows<'_>, values: impl Values<1>, w_at: usize, n: u32, lane: u32) -> f32 {
     // SAFETY: the operand is a matrix (caller).
     let w = unsafe { x.call.tensor(w_at) };
@@ -771,7 +780,8 @@ unsafe fn sixteen_added<P: Packed>(
     fma(eight((w0, w1), low) + eight((w2, w3), high), scale, sum)
 }
 
-/// What becomes of sums of `N` matrices' rows. (A closure need not become part of its caller, if that is large, and what does not is a call.)
+/// What becomes of sums of `N` matrices' rows. (A closure need not become part of its caller, if that is large, and
+/// what does not is a call.)
 pub(crate) trait Outputs<const N: usize> {
     /// Writes output `n` of the one row, of which these are the sums.
     ///
@@ -780,13 +790,13 @@ pub(crate) trait Outputs<const N: usize> {
     unsafe fn finish(&self, n: u32, sums: [f32; N]);
 }
 
-/// Takes the task's tiles, which hold the rows of its N weight matrices (operands `w` and up, all alike), a tile of each in
-/// turn: whole rows, or, of rows longer than a tile, pieces. A warp's row is the one whose number it is, and so on by the
-/// number of warps; `outputs.finish(n, sums)` is called on one lane for each row n of the matrices.
+/// Takes the task's tiles, which hold the rows of its N weight matrices (operands `w` and up, all alike), a tile of
+/// each in turn: whole rows, or, of rows longer than a tile, pieces. A warp's row is the one whose number it is, and so
+/// on by the number of warps; `outputs.finish(n, sums)` is called on one lane for each row n of the matrices.
 ///
 /// # Safety
-/// Every thread of the block makes this same call; operand `x` is a matrix of floats of one row and the tiles are those of a plan for
-/// this task; `staged` where the row has been [staged](ready_and_staged).
+/// Every thread of the block makes this same call; operand `x` is a matrix of floats of one row and the tiles are those
+/// of a plan for this task; `staged` where the row has been [staged](ready_and_staged).
 pub(crate) unsafe fn tiled<const N: usize>(
     call: &Call<'_>,
     tiles: &Tiles<'_>,

@@ -1,12 +1,13 @@
 //! A block's scheduler: a lane of the service warp, beside the loader.
 //!
-//! Thread 0 hands it each pass that has just-in-time tasks (`STEP`, `TAKEN`), and the end. It launches its block's share of
-//! them ([`Scheduler`]) and then sleeps until the next such pass. It looks at one task at a time: the neighbours of a task in
-//! its operator are other blocks', and each look at another would cost the first one a trip to L2.
+//! Thread 0 hands it each pass that has just-in-time tasks (`STEP`, `TAKEN`), and the end. It launches its block's
+//! share of them ([`Scheduler`]) and then sleeps until the next such pass. It looks at one task at a time: the
+//! neighbours of a task in its operator are other blocks', and each look at another would cost the first one a trip to
+//! L2.
 //!
-//! A pass ends after all its tasks, so after the scheduler has launched its share and left the pass's lists alone: thread 0
-//! never hands over a pass before the one before is done. Where a task's event does not come, the scheduler reports it, as
-//! a worker does, and when another has reported anything it leaves the pass.
+//! A pass ends after all its tasks, so after the scheduler has launched its share and left the pass's lists alone:
+//! thread 0 never hands over a pass before the one before is done. Where a task's event does not come, the scheduler
+//! reports it, as a worker does, and when another has reported anything it leaves the pass.
 
 use super::sync::{Gpu, Patience};
 use super::tiles::{self, wait};

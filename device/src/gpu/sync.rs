@@ -3,7 +3,8 @@
 //! Hand-over between two workers: the producer's threads write, meet at their barrier, and one of them adds to the
 //! counter with release; one thread of the consumer sees the count and reads it once more with acquire, then its block
 //! meets at the barrier. Release and acquire order the two threads, the barriers carry that order to their blocks, so
-//! plain loads after the wait see plain stores from before the trigger. What is handed over by [flags](super::flags) needs none of this.
+//! plain loads after the wait see plain stores from before the trigger. What is handed over by [flags](super::flags)
+//! needs none of this.
 
 use super::scheduler::TAKEN_TASK;
 use super::turn;
@@ -16,8 +17,8 @@ use perpetua_shared::control::Control;
 use perpetua_shared::event::{EVENT_ITERATION, reached};
 use perpetua_shared::{EventId, Fault, FaultCode, Step, TaskId};
 
-/// A worker's view of the words it shares with the others. Where these are, the launch's parameters say each time: a worker would hold it in registers over
-/// all bodies.
+/// A worker's view of the words it shares with the others. Where these are, the launch's parameters say each time: a
+/// worker would hold it in registers over all bodies.
 #[derive(Clone, Copy, Debug)]
 pub struct Gpu {
     pub(crate) params: LaunchBlock,
@@ -26,7 +27,8 @@ pub struct Gpu {
 }
 
 // How long a poller sleeps, and after how many polls it looks at the clock and at the fault flag: often enough to leave
-// within a few microseconds, rarely enough to keep the extra load off the path of a wait that succeeds, as most do before the first look.
+// within a few microseconds, rarely enough to keep the extra load off the path of a wait that succeeds, as most do
+// before the first look.
 const SLEEP_NS: u32 = 20;
 const POLLS_PER_LOOK: u32 = 64;
 const FIRST_LOOK: u32 = 8;
@@ -64,7 +66,8 @@ impl Gpu {
         param!(self.params, timeout_ns).saturating_mul(self.patience.into())
     }
 
-    /// Polls by the calling thread alone; looks for a just-in-time task, too, in a pass that has some. In vain: it has been reported.
+    /// Polls by the calling thread alone; looks for a just-in-time task, too, in a pass that has some. In vain: it has
+    /// been reported.
     fn poll(&self, event: EventId, target: u32, pass: Option<&Step>) -> Result<Option<TaskId>, Gone> {
         let mut patience = Patience::default();
         loop {
@@ -125,8 +128,8 @@ impl Gpu {
     }
 }
 
-/// `step`, of which the compiler does not know that it is the same all through a pass: what bodies and polls compute from it would be
-/// held over all of them.
+/// `step`, of which the compiler does not know that it is the same all through a pass: what bodies and polls compute
+/// from it would be held over all of them.
 pub(crate) fn anew(step: &Step) -> Step {
     let word = memory::opaque_word;
     Step {
@@ -149,8 +152,8 @@ pub(crate) struct Patience {
 }
 
 impl Patience {
-    /// Called after each poll that found nothing: sleeps for a while, and says when it is time to leave, since it has been `too_long`, which is called,
-    /// or since a fault has been recorded.
+    /// Called after each poll that found nothing: sleeps for a while, and says when it is time to leave, since it has
+    /// been `too_long`, which is called, or since a fault has been recorded.
     pub(crate) fn ends(&mut self, sync: &Gpu, too_long: impl FnOnce()) -> bool {
         if self.polls % POLLS_PER_LOOK == FIRST_LOOK {
             cold_path();
@@ -213,8 +216,8 @@ impl Words for Gpu {
 }
 
 impl Sync for Gpu {
-    /// See [`Fault::RECORDED`]: which it was nobody is told. Handed on from here its words would be held in registers over all bodies, since
-    /// no compiler sees that on the other ways to where they are looked at they are not.
+    /// See [`Fault::RECORDED`]: which it was nobody is told. Handed on from here its words would be held in registers
+    /// over all bodies, since no compiler sees that on the other ways to where they are looked at they are not.
     fn wait(&self, event: EventId, target: u32, pass: Option<&Step>) -> Result<Option<TaskId>, Fault> {
         let mut is_gone = false;
         // SAFETY: the worker loop is the same on every thread of the block, which all come to each barrier. The word is
@@ -243,7 +246,8 @@ impl Sync for Gpu {
     }
 
     fn trigger(&self, event: EventId) {
-        // SAFETY: the worker loop is the same on every thread of the block; events of a checked image have a counter each.
+        // SAFETY: the worker loop is the same on every thread of the block; events of a checked image have a counter
+        // each.
         unsafe {
             thread::sync();
             if thread::thread_idx() == 0 {

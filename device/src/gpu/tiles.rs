@@ -4,26 +4,27 @@
 //! loader      wait EMPTY[b] ── write the tile's place ── arrive on FULL[b], expecting its bytes ── begin the copy
 //! task warps  wait FULL[b]  ── read place and tile ── meet as a warp ── one lane arrives on EMPTY[b]
 //! ```
-//! The loader, a lane of a warp of its own, goes through its worker's [`DataOp`]s of the pass, across tasks and operators.
-//! It waits for room, never for an event: weights depend on no activation, so they arrive while the worker waits. In passing it
-//! asks the L2 cache for what bodies read from global memory ([`PrefetchOp`]): nobody waits for that, and where there are no tiles it
-//! keeps to the pace at which its worker begins tasks. With nothing left to bring it begins
-//! the pass again ([`DataOp::ahead`]): the next one is most often of the same program, and its first tiles are there when its token is.
+//! The loader, a lane of a warp of its own, goes through its worker's [`DataOp`]s of the pass, across tasks and
+//! operators. It waits for room, never for an event: weights depend on no activation, so they arrive while the worker
+//! waits. In passing it asks the L2 cache for what bodies read from global memory ([`PrefetchOp`]): nobody waits for
+//! that, and where there are no tiles it keeps to the pace at which its worker begins tasks. With nothing left to bring
+//! it begins the pass again ([`DataOp::ahead`]): the next one is most often of the same program, and its first tiles
+//! are there when its token is.
 //!
 //! # Why it neither hangs nor overwrites
-//! - The `d`th tile of a launch, in all its passes, goes by barrier `d % `[`TILE_BARRIERS`], in that barrier's phase
-//!   `d / `[`TILE_BARRIERS`]. Every task warp waits on every tile, in order, and
-//!   releases it, whether its body reads it or not (what a body leaves, [`Tiles::drain`] takes). So each barrier's phases
-//!   are seen one by one by everyone, and their parity cannot mean another.
-//! - A copy starts when all tiles of the first [`DataOp::after`] compute ops have been released, which a rule of the plan
-//!   makes those whose bytes or barrier it reuses, and none that comes after its own reader. So consumers, who need
-//!   nothing but tiles once their events have fired, always get on, and so does the loader.
+//! - The `d`th tile of a launch, in all its passes, goes by barrier `d % `[`TILE_BARRIERS`], in that barrier's phase `d
+//!   / `[`TILE_BARRIERS`]. Every task warp waits on every tile, in order, and releases it, whether its body reads it or
+//!   not (what a body leaves, [`Tiles::drain`] takes). So each barrier's phases are seen one by one by everyone, and
+//!   their parity cannot mean another.
+//! - A copy starts when all tiles of the first [`DataOp::after`] compute ops have been released, which a rule of the
+//!   plan makes those whose bytes or barrier it reuses, and none that comes after its own reader. So consumers, who
+//!   need nothing but tiles once their events have fired, always get on, and so does the loader.
 //! - The loader learns each pass from thread 0 (`STEP`, `TAKEN`), after the tiles of the pass before have all been
-//!   released. What it has brought ahead are that pass's first tiles. If the pass is another program's, or none, the loader says how many they
-//!   are, and all threads take and release them. A worker that faults takes the rest of its list's tiles before it tells the loader to leave, so
-//!   no copy is under way when the block ends.
-//! - A loader waits for its worker's pace with no tile of the pass to bring, so the worker does not wait for it. It stops when the
-//!   worker's next pass begins, which it does after a fault, too.
+//!   released. What it has brought ahead are that pass's first tiles. If the pass is another program's, or none, the
+//!   loader says how many they are, and all threads take and release them. A worker that faults takes the rest of its
+//!   list's tiles before it tells the loader to leave, so no copy is under way when the block ends.
+//! - A loader waits for its worker's pace with no tile of the pass to bring, so the worker does not wait for it. It
+//!   stops when the worker's next pass begins, which it does after a fault, too.
 
 use crate::arch::{WARP, atomic, bulk, mbarrier, memory, shared, thread, trap, warp};
 use crate::gpu::sync::{Gpu, Patience};
@@ -43,17 +44,18 @@ const EMPTY: u32 = TILE_BARRIERS;
 const STEP: u32 = 2 * TILE_BARRIERS;
 const TAKEN: u32 = STEP + 1;
 
-// Words of shared memory: four zeros, place and bytes of each barrier's tile, then the program of the pass and its position, then how long
-// the first thread has waited, while it measures that, for what `Waited` names.
-/// What is read where nothing is: to read elsewhere takes no longer, to choose between a number that has been read and zero waits for it.
+// Words of shared memory: four zeros, place and bytes of each barrier's tile, then the program of the pass and its
+// position, then how long the first thread has waited, while it measures that, for what `Waited` names.
+/// What is read where nothing is: to read elsewhere takes no longer, to choose between a number that has been read and
+/// zero waits for it.
 pub(super) const ZEROS: u32 = shared::KEPT;
 const PLACES: u32 = ZEROS + 4;
 const _: () = assert!(PLACES.is_multiple_of(2), "a tile's two words are read as one");
 const PROGRAM: u32 = PLACES + 2 * TILE_BARRIERS;
 const POSITION: u32 = PROGRAM + 1;
 const WAITED: u32 = POSITION + 3;
-// How many passes the first thread has begun, and how many of its tasks it has timed: its own, but in registers they would be held over all
-// bodies.
+// How many passes the first thread has begun, and how many of its tasks it has timed: its own, but in registers they
+// would be held over all bodies.
 const PASSES: u32 = WAITED + 2;
 const TIMED: u32 = PASSES + 1;
 // Beside a pass's program, in its word: it samples.
@@ -68,8 +70,8 @@ pub(super) const WORDS_END: u32 = TIMED + 1;
 const _: () = assert!(TAKEN < mbarrier::COUNT && WORDS_END <= shared::WORDS && TILE_BARRIERS == 32);
 const _: () = assert!(ZEROS.is_multiple_of(4));
 
-/// Makes the barriers, for `task_threads` threads that take tiles. It comes before anything else in shared memory, and ends the kernel if that is not
-/// where its code takes it to be.
+/// Makes the barriers, for `task_threads` threads that take tiles. It comes before anything else in shared memory, and
+/// ends the kernel if that is not where its code takes it to be.
 ///
 /// # Safety
 /// Thread 0 of the block calls it, once, before a barrier of all its threads.
@@ -135,8 +137,8 @@ pub(crate) trait Lists {
 /// One lane of a service warp calls it; the lists are those of a plan that has been judged, their sources those of
 /// bindings, readable and constant.
 pub(crate) unsafe fn load(lists: &impl Lists, sync: &Gpu) {
-    // A worker that waits for an event in vain says so in time; its loader, which has waited for it, must not do so first:
-    // it does not know which event, and to give up inside a block is to trap.
+    // A worker that waits for an event in vain says so in time; its loader, which has waited for it, must not do so
+    // first: it does not know which event, and to give up inside a block is to trap.
     let sync = &Gpu { patience: 4, ..*sync };
     // Passes; the program of the last one, and its tiles.
     let (mut pass, mut last) = (0u32, NO_PROGRAM);
@@ -222,7 +224,8 @@ impl Brought {
         }
     }
 
-    /// Brings the pass's tiles, `ops`, but for those that have been, and asks for what stands between them in `prefetches`.
+    /// Brings the pass's tiles, `ops`, but for those that have been, and asks for what stands between them in
+    /// `prefetches`.
     ///
     /// # Safety
     /// As [`load`]; `ops` are `n` data ops of one list, one after the other.
@@ -308,13 +311,15 @@ unsafe fn copy(lists: &impl Lists, op: *const DataOp, number: u32) {
     }
 }
 
-/// Brings the tiles of one task, of a launch that has no other: `n` data ops, `ops`, one after the other in their worker's list.
+/// Brings the tiles of one task, of a launch that has no other: `n` data ops, `ops`, one after the other in their
+/// worker's list.
 ///
 /// # Safety
 /// As [`load`], but for the pass, of which nobody is told.
 pub(crate) unsafe fn load_task(lists: &impl Lists, sync: &Gpu, (ops, n): (*const DataOp, u32)) {
     let mut brought = Brought { n, ..Brought::default() };
-    // SAFETY: the caller's promise. What an op waits for are tiles of its own task, or of one whose bytes nobody here has.
+    // SAFETY: the caller's promise. What an op waits for are tiles of its own task, or of one whose bytes nobody here
+    // has.
     unsafe { brought.bring(lists, sync, ops, (core::ptr::null(), 0), Pass::default()) };
 }
 
@@ -346,8 +351,8 @@ unsafe fn told_pass() -> (u32, bool) {
     (if found == NO_PROGRAM { found } else { found & !SAMPLES }, found & SAMPLES > 0)
 }
 
-/// Waits until the worker has come to its `after`th task in the pass at whose begin its pace was `pace`. With no end to that the grid ends with
-/// a fault recorded.
+/// Waits until the worker has come to its `after`th task in the pass at whose begin its pace was `pace`. With no end to
+/// that the grid ends with a fault recorded.
 ///
 /// Whether it is worth asking for more: no, once the pass is over.
 ///
@@ -397,8 +402,8 @@ pub(crate) unsafe fn step_on(lists: &impl Lists) {
 /// # Safety
 /// As [`load`].
 unsafe fn prefetch(op: *const PrefetchOp, lists: &impl Lists, [position, sequence]: [u32; 2]) {
-    // SAFETY: the op is one of a judged plan: what it names lies in its binding, on multiples of sixteen bytes; positions before
-    // the pass's, which the cache holds, do too.
+    // SAFETY: the op is one of a judged plan: what it names lies in its binding, on multiples of sixteen bytes;
+    // positions before the pass's, which the cache holds, do too.
     unsafe {
         let source = lists.binding(memory::load(&raw const (*op).source), sequence);
         let source = source.add(memory::load(&raw const (*op).source_offset_bytes) as usize);
@@ -475,10 +480,12 @@ impl<'a> Tiles<'a> {
         self.pass_end.set(self.pass_end.get().wrapping_add(n));
     }
 
-    /// The pass `step` begins, whose list has `n` tiles; or, with [`NO_PROGRAM`], none will. Tiles for another are taken and released.
+    /// The pass `step` begins, whose list has `n` tiles; or, with [`NO_PROGRAM`], none will. Tiles for another are
+    /// taken and released.
     ///
     /// # Safety
-    /// Every thread of the block's tasks makes this same call, with no tile of the pass before left, and a [loader](load) is there.
+    /// Every thread of the block's tasks makes this same call, with no tile of the pass before left, and a
+    /// [loader](load) is there.
     pub(crate) unsafe fn begin(&self, step: &Step, n: u32, is_first_thread: bool) {
         let mut are_in_vain = false;
         // SAFETY: one thread of the block; the loader reads and writes the words between the two barriers' phases.
@@ -643,7 +650,8 @@ impl<'a> Tiles<'a> {
         self.next.get()
     }
 
-    /// Gives back the bytes of the tiles numbered from `first` on, `n` of them, at most 32: the warp has read what it wanted.
+    /// Gives back the bytes of the tiles numbered from `first` on, `n` of them, at most 32: the warp has read what it
+    /// wanted.
     ///
     /// # Safety
     /// As [`take`](Tiles::take), of each; none has been released.

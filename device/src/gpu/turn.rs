@@ -1,7 +1,9 @@
-//! The task whose turn it is, in shared memory: its record, which holds what its body, its waits and its triggers want of the image,
-//! asked for while the task before it runs, a word a thread, so that none waits for memory between two tasks.
+//! The task whose turn it is, in shared memory: its record, which holds what its body, its waits and its triggers want
+//! of the image, asked for while the task before it runs, a word a thread, so that none waits for memory between two
+//! tasks.
 //!
-//! From global memory that would be on every task's path, and what bodies look at behind the last event: acquiring it empties L1.
+//! From global memory that would be on every task's path, and what bodies look at behind the last event: acquiring it
+//! empties L1.
 
 use super::scheduler;
 use crate::arch::{memory, shared};
@@ -33,8 +35,8 @@ impl Seen {
 const TURN_WORDS: u32 = size_of::<Turn>() as u32 / 4;
 const OPERAND_WORDS: u32 = size_of::<Operand>() as u32 / 4;
 
-// Words of shared memory: what the task sees of its pass, and its record, which begins at a multiple of sixteen bytes, so that words are
-// loaded four at a time.
+// Words of shared memory: what the task sees of its pass, and its record, which begins at a multiple of sixteen bytes,
+// so that words are loaded four at a time.
 const SEEN: u32 = scheduler::WORDS_END;
 const TURN: u32 = (SEEN + 3).next_multiple_of(4);
 const OPERANDS: u32 = TURN + TURN_WORDS;
@@ -44,7 +46,8 @@ const MOST_WORDS: u32 = TURN_WORDS + OPERAND_WORDS * MAX_SLOTS as u32;
 
 const _: () = assert!(TURN + MOST_WORDS <= shared::WORDS && MOST_WORDS <= TASK_THREADS && MAX_RANK == 4);
 
-/// Asks for the calling thread's word of the record of `words` words at `from`: long before its task's turn, so that nobody waits for it.
+/// Asks for the calling thread's word of the record of `words` words at `from`: long before its task's turn, so that
+/// nobody waits for it.
 ///
 /// # Safety
 /// The record is one of a checked image's.
@@ -54,12 +57,12 @@ pub(crate) unsafe fn ask(from: *const u32, words: u32, block: &Block) -> u32 {
     unsafe { memory::load(from.wrapping_add(if at < words { at as usize } else { 0 })) }
 }
 
-/// Puts the record of `words` words at `from`, of a task in the pass `seen`, where all threads may look at it after their block's next
-/// barrier; `asked` is the calling thread's word of it.
+/// Puts the record of `words` words at `from`, of a task in the pass `seen`, where all threads may look at it after
+/// their block's next barrier; `asked` is the calling thread's word of it.
 ///
 /// # Safety
-/// Every thread of the block makes this same call, none looks at the task before any more, and the record is one of a checked
-/// image's.
+/// Every thread of the block makes this same call, none looks at the task before any more, and the record is one of a
+/// checked image's.
 pub(crate) unsafe fn put(from: *const u32, words: u32, asked: u32, seen: Seen, block: &Block) {
     // SAFETY: the caller's promise; words of one thread.
     unsafe {
@@ -116,12 +119,12 @@ pub(crate) fn seen() -> Seen {
     Seen { first_pos, rows, sequence }
 }
 
-/// Moves the operands of the record fetched, of `words` words, to the caches and tokens of sequence `sequence`, of which binding `b` has
-/// `parts[b]` bytes; all threads may look at it after their block's next barrier.
+/// Moves the operands of the record fetched, of `words` words, to the caches and tokens of sequence `sequence`, of
+/// which binding `b` has `parts[b]` bytes; all threads may look at it after their block's next barrier.
 ///
 /// # Safety
-/// Every thread of the block makes this same call, after a barrier since the record was fetched; a checked image's bindings have a part
-/// for the sequence.
+/// Every thread of the block makes this same call, after a barrier since the record was fetched; a checked image's
+/// bindings have a part for the sequence.
 pub(crate) unsafe fn shift(parts: *const u64, sequence: u32, words: u32, block: &Block) {
     let operand = memory::opaque_word(block.thread);
     if operand < (words - TURN_WORDS) / OPERAND_WORDS {
@@ -188,8 +191,8 @@ pub(crate) fn wait_count() -> u32 {
     word::<{ offset_of!(Turn, wait_count) }>() & 0xffff
 }
 
-/// Event `at` of those that it waits on, `all` of which begin at its `wait_first`, and how many triggers it takes; `events` is all of
-/// them.
+/// Event `at` of those that it waits on, `all` of which begin at its `wait_first`, and how many triggers it takes;
+/// `events` is all of them.
 ///
 /// # Safety
 /// There are so many, in a checked image.

@@ -1,31 +1,35 @@
-//! Products of many rows of bf16 with weights that are bf16 or in fewer bits: a warpgroup multiplies what the other warps bring to
-//! shared memory.
+//! Products of many rows of bf16 with weights that are bf16 or in fewer bits: a warpgroup multiplies what the other
+//! warps bring to shared memory.
 //!
 //! ```text
 //! tiles     [ x: 128 rows x 64 | w: 128 rows x 64 ] 32 KiB a stage, six stages, each swizzled as the tensor cores want it
 //! warps     0 to 3, a warpgroup: 2 x (64 x 128) sums in registers, four products of 16 columns a step and half
 //!           the others: copy the stage four steps ahead, sixteen bytes a time
 //! ```
-//! With 64 rows of x or fewer the second half is left out; with 64, 32 or 16 rows of the weights, or fewer, sums are 64 x as many,
-//! and the second half of both matrices has the 64 columns that come next. Columns of which there are none are zero; where a row would be of which there is
-//! none, there is the last one again, or zeros from the first steps on: nobody takes its sums.
+//! With 64 rows of x or fewer the second half is left out; with 64, 32 or 16 rows of the weights, or fewer, sums are 64
+//! x as many, and the second half of both matrices has the 64 columns that come next. Columns of which there are none
+//! are zero; where a row would be of which there is none, there is the last one again, or zeros from the first steps
+//! on: nobody takes its sums.
 //!
-//! Where weights are nobody's result, the first stages' are on their way before the task's events have fired; then only x is waited for.
+//! Where weights are nobody's result, the first stages' are on their way before the task's events have fired; then only
+//! x is waited for.
 //!
-//! A step: who copies waits for this step's own copies and fences them for the tensor cores; all meet; the copies of four steps on
-//! begin; the warpgroup begins its products and waits for those of the step before. So whoever has met in step i knows that
-//! the products of step i - 2 are done, whose stage the copies of step i take. Those who multiply copy nothing: beside 128 sums they
-//! have no registers for it.
+//! A step: who copies waits for this step's own copies and fences them for the tensor cores; all meet; the copies of
+//! four steps on begin; the warpgroup begins its products and waits for those of the step before. So whoever has met in
+//! step i knows that the products of step i - 2 are done, whose stage the copies of step i take. Those who multiply
+//! copy nothing: beside 128 sums they have no registers for it.
 //!
-//! Weights in fewer bits are copied as they are, to where they will lie as bf16: sixteen bytes of them and, beside these, their scale. Whoever has
-//! copied them makes them bf16, rounded, once they are there, before all meet. So they come in half the bytes, as far ahead as others. In 4 bits a
-//! line's low halves are a step's columns and its high ones the next's, which copies the same bytes, out of L2 then.
+//! Weights in fewer bits are copied as they are, to where they will lie as bf16: sixteen bytes of them and, beside
+//! these, their scale. Whoever has copied them makes them bf16, rounded, once they are there, before all meet. So they
+//! come in half the bytes, as far ahead as others. In 4 bits a line's low halves are a step's columns and its high ones
+//! the next's, which copies the same bytes, out of L2 then.
 //!
-//! Of two matrices (gate and up) half of w's rows are the one's, half the other's. Where they lie, [`Matrices`] says: operands one after
-//! the other, or rows of x that go to one expert, wherever each is.
+//! Of two matrices (gate and up) half of w's rows are the one's, half the other's. Where they lie, [`Matrices`] says:
+//! operands one after the other, or rows of x that go to one expert, wherever each is.
 //!
-//! The memory is the ring of tiles, which nobody else uses in a pass whose worker has no tiles to load. Products are exact, sums f32.
-//! Floor of a part: 2 * 128 * 128 * k flops at an SM's 7.5 TFLOP/s, 4.3 ns a column; its bytes, 512 a column, come from L2.
+//! The memory is the ring of tiles, which nobody else uses in a pass whose worker has no tiles to load. Products are
+//! exact, sums f32. Floor of a part: 2 * 128 * 128 * k flops at an SM's 7.5 TFLOP/s, 4.3 ns a column; its bytes, 512 a
+//! column, come from L2.
 
 use super::math::{scaled_bytes, short_scale};
 use super::packed::{Eight, Four, LookedUp, Packed};
@@ -65,11 +69,11 @@ const _: () = {
 
 const _: () = assert!(PRODUCTS == 4 && PRODUCTS * 16 == STEP);
 
-/// Where the matrices of a product lie, `N` of weights and x: bf16, or weights in fewer bits, each row in one piece that starts on sixteen
-/// bytes.
+/// Where the matrices of a product lie, `N` of weights and x: bf16, or weights in fewer bits, each row in one piece
+/// that starts on sixteen bytes.
 pub(crate) trait Matrices<const N: usize>: Copy {
-    /// Where x's rows are gathered: the words of shared memory, one for each of its rows, of which each says how many bytes from
-    /// [`x`](Matrices::x) its row is.
+    /// Where x's rows are gathered: the words of shared memory, one for each of its rows, of which each says how many
+    /// bytes from [`x`](Matrices::x) its row is.
     const GATHERED: Option<u32> = None;
 
     /// Columns of all.
@@ -163,15 +167,15 @@ pub(crate) trait Finish<const N: usize> {
     /// Where those of four rows of the weights go, whatever the row of x, and what is added to them on the way.
     type Columns: Copy;
 
-    /// That of weights n, a multiple of four, to n + 3, some of them beyond the last n perhaps. A thread asks once for all its rows of a part: the operands are
-    /// words of shared memory, which each four would wait for.
+    /// That of weights n, a multiple of four, to n + 3, some of them beyond the last n perhaps. A thread asks once for
+    /// all its rows of a part: the operands are words of shared memory, which each four would wait for.
     ///
     /// # Safety
     /// As [`multiply`].
     unsafe fn columns(&self, n: u32) -> Self::Columns;
 
-    /// What can be done before there are sums of the part at `place`, while its first copies are on their way. [`THREADS`] threads make the call, and meet
-    /// the others before [`rows`](Finish::rows).
+    /// What can be done before there are sums of the part at `place`, while its first copies are on their way.
+    /// [`THREADS`] threads make the call, and meet the others before [`rows`](Finish::rows).
     ///
     /// # Safety
     /// As [`multiply`].
@@ -179,7 +183,8 @@ pub(crate) trait Finish<const N: usize> {
         let _ = (place, block);
     }
 
-    /// Takes the sums of `columns` with rows `r`, of which the same may come twice. What it returns of each counts where it [adds up](Finish::adds_up).
+    /// Takes the sums of `columns` with rows `r`, of which the same may come twice. What it returns of each counts
+    /// where it [adds up](Finish::adds_up).
     ///
     /// # Safety
     /// As [`multiply`].
@@ -213,7 +218,8 @@ pub(crate) fn has_room(call: &Call<'_>, block: &Block) -> bool {
 
 /// Whether [`multiply`] is for this call, of `N` matrices of weights from operand `w` on.
 pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows: u32) -> bool {
-    // Of few rows most of the products are of zeros, but the weights are read by far more copies at a time than otherwise.
+    // Of few rows most of the products are of zeros, but the weights are read by far more copies at a time than
+    // otherwise.
     if rows == 0 || !has_room(call, block) {
         return false;
     }
@@ -231,8 +237,8 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows
     }
 }
 
-/// Has `finish` [take](Finish::rows) the sums of every row of operand `x` and four rows at a time of the N weight matrices, from `w` on. What it can it
-/// copies before `ready`.
+/// Has `finish` [take](Finish::rows) the sums of every row of operand `x` and four rows at a time of the N weight
+/// matrices, from `w` on. What it can it copies before `ready`.
 ///
 /// # Safety
 /// Every thread of the block makes this same call; [`is_for`] it; `x` has at least `rows` rows, the weights are
@@ -290,11 +296,12 @@ pub(crate) unsafe fn multiply<const N: usize>(
     Ok(())
 }
 
-/// As [`multiply`], for the part at `place` of the product of `matrices`: at most [`ROWS`] rows, and [`COLUMNS`] of the weights, all matrices'.
+/// As [`multiply`], for the part at `place` of the product of `matrices`: at most [`ROWS`] rows, and [`COLUMNS`] of the
+/// weights, all matrices'.
 ///
 /// # Safety
-/// Every thread of the block makes this same call, of which it is true that it [has room](has_room); the matrices have that part, and the
-/// block's threads have met since their gathered rows were found.
+/// Every thread of the block makes this same call, of which it is true that it [has room](has_room); the matrices have
+/// that part, and the block's threads have met since their gathered rows were found.
 pub(crate) unsafe fn multiply_part<const N: usize>(
     matrices: impl Matrices<N>,
     block: &Block,
@@ -350,8 +357,8 @@ pub(crate) fn within(all: u32, first: u32, most: u32) -> u32 {
     if all - first < most { all - first } else { most }
 }
 
-/// The sums of `M` times 64 rows and `2 S` of the weights', to where [`finish_all`] finds them. Before `begin` nothing is known of x; if it `is_early`,
-/// copies of weights begin before that.
+/// The sums of `M` times 64 rows and `2 S` of the weights', to where [`finish_all`] finds them. Before `begin` nothing
+/// is known of x; if it `is_early`, copies of weights begin before that.
 unsafe fn part<const N: usize, const M: usize, const S: usize>(
     matrices: impl Matrices<N>,
     block: &Block,
@@ -359,9 +366,9 @@ unsafe fn part<const N: usize, const M: usize, const S: usize>(
     is_early: bool,
     begin: impl Fn() -> Result<(), Fault>,
 ) -> Result<(), Fault> {
-    // SAFETY: the caller's promises. A stage's copies are waited for, fenced and met before its products begin, and these are
-    // waited for by each warp before it meets the others, after which the stage is copied to again: see the module head.
-    // Sums are kept where stages were once all warps have met after their last product.
+    // SAFETY: the caller's promises. A stage's copies are waited for, fenced and met before its products begin, and
+    // these are waited for by each warp before it meets the others, after which the stage is copied to again: see the
+    // module head. Sums are kept where stages were once all warps have met after their last product.
     unsafe {
         let steps = matrices.k().div_ceil(STEP * if is_deep(M, S) { 2 } else { 1 });
         let copies = Copies::<N>::of(matrices, block, place);
@@ -438,8 +445,8 @@ unsafe fn part<const N: usize, const M: usize, const S: usize>(
     Ok(())
 }
 
-/// Stages whose weights come before a task's events have fired: all, where they are small; where they have rows enough for tensor cores to be what takes
-/// time, fewer, since who waits for the first x waits for them too.
+/// Stages whose weights come before a task's events have fired: all, where they are small; where they have rows enough
+/// for tensor cores to be what takes time, fewer, since who waits for the first x waits for them too.
 const fn early_stages(m: usize, s: usize) -> u32 {
     match (is_deep(m, s), m) {
         (true, _) => STAGES,
@@ -467,7 +474,8 @@ struct Columns {
     is_new: bool,
 }
 
-/// A thread of a warp that does not multiply: it copies the same sixteen bytes of a row, of every so many rows of 64 columns.
+/// A thread of a warp that does not multiply: it copies the same sixteen bytes of a row, of every so many rows of 64
+/// columns.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Copier {
     /// Its first row, and which sixteen bytes.
@@ -489,24 +497,27 @@ impl Copier {
         rows.starting_at(self.row.min(rows.count.saturating_sub(1)), self.chunk)
     }
 
-    /// Of weights in fewer bits: the first row, of which the next is twice as far as of bf16, and which quarter of a line.
+    /// Of weights in fewer bits: the first row, of which the next is twice as far as of bf16, and which quarter of a
+    /// line.
     fn packed(&self) -> (u32, u32) {
         let first = 8 * self.row + self.chunk;
         (first / 4, first % 4)
     }
 
-    /// 64 columns of `n` rows, to the matrix at `to`. Of rows that are not there some are the last one again, whose sums nobody takes; the others are
-    /// zero when it is new, and stay so.
+    /// 64 columns of `n` rows, to the matrix at `to`. Of rows that are not there some are the last one again, whose
+    /// sums nobody takes; the others are zero when it is new, and stay so.
     ///
-    /// PERF: a row is a choice, an address and the copy, and none waits for another's. With a pointer that went from row to row, and comparisons for each
-    /// row, a step of 128 x 128 took its copying warps twice as long as the tensor cores take for its products.
+    /// PERF: a row is a choice, an address and the copy, and none waits for another's. With a pointer that went from
+    /// row to row, and comparisons for each row, a step of 128 x 128 took its copying warps twice as long as the tensor
+    /// cores take for its products.
     unsafe fn rows(&self, rows: &Rows, at: Columns, to: u32, n: u32) {
         let from = rows.from.wrapping_add(2 * at.first as usize);
         let is_there = rows.count > 0 && at.first + 8 * self.chunk < at.k;
         // Neighbours of eight rows lie in turn, and the thread's next row is a multiple of four later.
         let first = to + place(self.row, self.chunk);
         let turned = first ^ (self.apart % 8 / 4 * 64);
-        // From the thread's first row to the last that is there. Numbers that a compiler knows nothing of, so that their product is one instruction.
+        // From the thread's first row to the last that is there. Numbers that a compiler knows nothing of, so that
+        // their product is one instruction.
         let most = memory::opaque_word(rows.count.saturating_sub(1).saturating_sub(self.row));
         let apart = || memory::opaque_word(rows.apart as u32);
         let begin = |i: u32, apart: u32| {
@@ -549,7 +560,8 @@ struct Copies<const N: usize> {
     by: Copier,
     x: Rows,
     w: [Rows; N],
-    /// The weights' type: of those in fewer bits it copies sixteen bytes of every so many rows, too, which are twice as many elements of a step.
+    /// The weights' type: of those in fewer bits it copies sixteen bytes of every so many rows, too, which are twice as
+    /// many elements of a step.
     dtype: u16,
     /// Columns of all.
     k: u32,
@@ -569,7 +581,8 @@ impl<const N: usize> Copies<N> {
             let dtype = matrices.dtype();
             let w: [Rows; N] = core::array::from_fn(|which| matrices.weights(which, place.n0, place.columns));
             let x = matrices.x(place.m0, place.rows);
-            // Of gathered rows each says where it begins; of those in fewer bits the thread's may be beyond the last, of which nothing is copied.
+            // Of gathered rows each says where it begins; of those in fewer bits the thread's may be beyond the last,
+            // of which nothing is copied.
             let x = if A::GATHERED.is_some() { x.starting_at(0, by.chunk) } else { by.own(x) };
             let w = w.map(|rows| {
                 if dtype == BF16 {
@@ -630,14 +643,15 @@ impl<const N: usize> Copies<N> {
         if Eight::is_of(self.dtype) { Eight::element(i) } else { Four::element(i) }
     }
 
-    /// Where row `row` of those that a stage has in fewer bits lies, of all matrices and both halves, if `to` is where its quarter of row 0 does.
+    /// Where row `row` of those that a stage has in fewer bits lies, of all matrices and both halves, if `to` is where
+    /// its quarter of row 0 does.
     fn place_of_packed<const M: usize, const S: usize>(to: u32, row: u32) -> u32 {
         let gap = if is_deep(M, S) && row >= 2 * S as u32 { SECOND - 2 * S as u32 * warpgroup::ROW } else { 0 };
         to + row * warpgroup::ROW + gap
     }
 
-    /// Begins the copies of weights in fewer bits of step `step`, a line of each row or, of a deep part, two: bytes to where their first half will
-    /// lie, and sixteen bytes of scales that have theirs among them to that of the second.
+    /// Begins the copies of weights in fewer bits of step `step`, a line of each row or, of a deep part, two: bytes to
+    /// where their first half will lie, and sixteen bytes of scales that have theirs among them to that of the second.
     unsafe fn packed<const M: usize, const S: usize>(&self, step: u32, to: u32) {
         let (halves, rows) = (if is_deep(M, S) { 2 } else { 1 }, 2 * S as u32);
         let per = rows / N as u32;
@@ -648,7 +662,8 @@ impl<const N: usize> Copies<N> {
         let mut from = w.from.wrapping_add(bytes as usize);
         // A group's scales come before its lines.
         let to_scales = (bytes + 16 * quarter - scale / 16 * 16) as usize;
-        // Of a deep part: from its first columns' line to that of the next ones, whose scales are among the same sixteen bytes.
+        // Of a deep part: from its first columns' line to that of the next ones, whose scales are among the same
+        // sixteen bytes.
         let to_next = self.element(STEP * (halves * step + 1)).0 - bytes;
         // From what the one matrix, or the one half, would have next to what the other has.
         let (back, next_row) = (rows as usize * w.apart, apart as usize * w.apart);
@@ -729,7 +744,8 @@ impl<const N: usize> Copies<N> {
         }
     }
 
-    /// As [`Copier::rows`], of x, whose row i is as many bytes from its start as the word `offsets + i` of shared memory says.
+    /// As [`Copier::rows`], of x, whose row i is as many bytes from its start as the word `offsets + i` of shared
+    /// memory says.
     unsafe fn gathered(&self, offsets: u32, at: Columns, to: u32, n: u32) {
         let from = self.x.from.wrapping_add(2 * at.first as usize);
         let count = if at.first + 8 * self.by.chunk < self.k { self.x.count } else { 0 };
@@ -750,7 +766,8 @@ impl<const N: usize> Copies<N> {
 /// Rows of bf16 that a thread copies before it asks whether there are more.
 const AT_ONCE: u32 = 6;
 
-/// Rows of weights in fewer bits that a thread has side by side in parts of so many columns: of the narrowest it has two at most.
+/// Rows of weights in fewer bits that a thread has side by side in parts of so many columns: of the narrowest it has
+/// two at most.
 const fn at_once(s: usize) -> u32 {
     if 2 * s as u32 == COLUMNS / 8 { 2 } else { 3 }
 }
@@ -764,8 +781,9 @@ fn four_of(bytes: u32, scale: (f32, f32)) -> (u32, u32) {
 /// Where sums lie to be finished: a thread's four of a group of eight columns, two neighbours of row g and two of row g + 8, stand together. Bytes from a group to
 /// the next, and from one half of the rows to the other.
 ///
-/// Whoever finishes them reads those of two neighbouring lanes one after the other. With lanes in the order 0, 1, 3, 2 and a gap of two lanes from group to group, the
-/// lanes that memory serves at once, of four groups, find eight times sixteen bytes in different banks.
+/// Whoever finishes them reads those of two neighbouring lanes one after the other. With lanes in the order 0, 1, 3, 2
+/// and a gap of two lanes from group to group, the lanes that memory serves at once, of four groups, find eight times
+/// sixteen bytes in different banks.
 const GROUP: u32 = (warpgroup::THREADS + 2) * 16;
 const HALF: u32 = COLUMNS / 8 * GROUP;
 
@@ -791,10 +809,11 @@ unsafe fn keep<const M: usize, const S: usize>(block: &Block, sums: [[f32; S]; M
     copy::fence_tiles();
 }
 
-/// Finishes what [`keep`] has kept, of matrices `width` columns apart: a thread has four columns of every so many pairs of rows, neighbours in neighbouring lanes.
+/// Finishes what [`keep`] has kept, of matrices `width` columns apart: a thread has four columns of every so many pairs
+/// of rows, neighbours in neighbouring lanes.
 ///
-/// PERF: what there is to ask of operands is asked once for both rows. With one row at a time, and sums that half of the lanes looked for in the same bank, a
-/// part's end took as long as 1,024 columns of its products.
+/// PERF: what there is to ask of operands is asked once for both rows. With one row at a time, and sums that half of
+/// the lanes looked for in the same bank, a part's end took as long as 1,024 columns of its products.
 unsafe fn finish_all<const N: usize>(block: &Block, place: &Place, width: u32, finish: &impl Finish<N>) {
     let block = &Block { thread: memory::opaque_word(block.thread), ..*block };
     let (of_row, lane) = (width / 4, block.lane());

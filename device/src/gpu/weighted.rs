@@ -1,5 +1,6 @@
-//! A norm between two products of several rows, which is in both of them: see [`linear`](crate::kernels::linear). What the one before it leaves of each
-//! row, the sums of squares of its parts, the one after it makes a factor of, while its first copies are on their way.
+//! A norm between two products of several rows, which is in both of them: see [`linear`](crate::kernels::linear). What
+//! the one before it leaves of each row, the sums of squares of its parts, the one after it makes a factor of, while
+//! its first copies are on their way.
 
 use super::math::{reciprocal, rsqrt};
 use super::warpgroup::{self, COLUMNS, ROWS};
@@ -14,8 +15,8 @@ const FACTORS: u32 = FREE_SHARED;
 const _: () = assert!(FACTORS + ROWS <= shared::KEPT);
 const _: () = assert!(crate::kernels::linear::MOST_WEIGHTED == COLUMNS, "a row's squares are one part's");
 
-/// How many lanes add up each of `count` rows' `parts`, as a power of two: as many as leave a row of each to them at once, and of those what gives each lane 32
-/// parts or fewer, which it asks for together.
+/// How many lanes add up each of `count` rows' `parts`, as a power of two: as many as leave a row of each to them at
+/// once, and of those what gives each lane 32 parts or fewer, which it asks for together.
 fn log_lanes(count: u32, parts: u32) -> u32 {
     const MOST: u32 = 4;
     if count <= warpgroup::THREADS >> MOST {
@@ -30,8 +31,8 @@ fn log_lanes(count: u32, parts: u32) -> u32 {
     }
 }
 
-/// What the sums of a product are multiplied with where the norm's weights are in its x (`Params::is_weighted`): 1 / root of the mean square of a row, whose
-/// parts' sums of squares are operand `operand`. Where they are not, it is 1.
+/// What the sums of a product are multiplied with where the norm's weights are in its x (`Params::is_weighted`): 1 /
+/// root of the mean square of a row, whose parts' sums of squares are operand `operand`. Where they are not, it is 1.
 #[derive(Clone, Copy)]
 pub(crate) struct Norm<'a> {
     pub(crate) call: &'a Call<'a>,
@@ -44,8 +45,8 @@ impl Norm<'_> {
     /// Finds the factors of `count` rows of operand `x`, from row `m0` on, for [`found`](Norm::found).
     ///
     /// # Safety
-    /// `threads` threads, the first of the block in whole warps, make this same call; the operands are those of a product; `count` is at most [`ROWS`];
-    /// the block meets before any thread asks for a factor.
+    /// `threads` threads, the first of the block in whole warps, make this same call; the operands are those of a
+    /// product; `count` is at most [`ROWS`]; the block meets before any thread asks for a factor.
     pub(crate) unsafe fn find(&self, [m0, count]: [u32; 2], block: &Block, threads: u32) {
         if !self.is_weighted {
             return;
@@ -118,8 +119,8 @@ impl Norm<'_> {
     }
 }
 
-/// Makes `weighted` of the first `rows` rows of `y`, with `weights`, and puts into `squares` the sums of their squares: what is left to do where nothing
-/// has kept these.
+/// Makes `weighted` of the first `rows` rows of `y`, with `weights`, and puts into `squares` the sums of their squares:
+/// what is left to do where nothing has kept these.
 ///
 /// # Safety
 /// Every thread of the block makes this same call, which meets first; the operands are a product's of those names.

@@ -1,18 +1,20 @@
-//! Products of many rows with weights of bf16, or rounded to it, on the tensor cores: what `linear` and `gated_linear` are made of in prefill.
+//! Products of many rows with weights of bf16, or rounded to it, on the tensor cores: what `linear` and `gated_linear`
+//! are made of in prefill.
 //!
 //! ```text
 //!          k: 32 at a time          block: all warps          warp: 16 rows of weights
 //!   x   [ up to 64 rows    ] bf16   shared by all             A, 16 x 16 by ldmatrix
 //!   w   [ 16 rows per warp ] bf16   each warp its own         B, two of 16 x 8 by one ldmatrix
 //! ```
-//! While the warps multiply one 32 of k, the next is on its way from memory into registers. Rows in shared memory are 20
-//! words apart, so that the eight rows of an ldmatrix fall into different banks. Of two matrices (gate and up) a warp takes
-//! eight rows each, so that both values of a column end in the same lane.
+//! While the warps multiply one 32 of k, the next is on its way from memory into registers. Rows in shared memory are
+//! 20 words apart, so that the eight rows of an ldmatrix fall into different banks. Of two matrices (gate and up) a
+//! warp takes eight rows each, so that both values of a column end in the same lane.
 //!
-//! Weights in fewer bits become bf16 on the way, which takes 2^-9 of each, as little beside their own steps as they are beside each other.
+//! Weights in fewer bits become bf16 on the way, which takes 2^-9 of each, as little beside their own steps as they are
+//! beside each other.
 //!
-//! x is rounded to bf16, as engines that keep activations in bf16 have it; products are exact and sums are f32. Tolerance
-//! per output: sum |x| |w| * 2^-8, and sum |x| |w| * 2^-18 where x has bf16 values.
+//! x is rounded to bf16, as engines that keep activations in bf16 have it; products are exact and sums are f32.
+//! Tolerance per output: sum |x| |w| * 2^-8, and sum |x| |w| * 2^-18 where x has bf16 values.
 
 use super::math::bytes_less;
 use super::packed::{Eight, Four, Packed};
@@ -44,7 +46,8 @@ const MAX_WARPS: u32 = (shared::KEPT - FREE_SHARED - FRAGMENTS as u32 * 16 * PIT
 /// # Safety
 /// The operands are a kernel's that has these.
 pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows: u32) -> bool {
-    // SAFETY: the caller's promise. Of weights in fewer bits all passes of several rows: nobody else takes them by more than one at a time.
+    // SAFETY: the caller's promise. Of weights in fewer bits all passes of several rows: nobody else takes them by more
+    // than one at a time.
     let are_fit = unsafe {
         let w = call.tensor(slot::W);
         (w.dtype() == BF16 && rows > WIDE_ROWS || w.is_packed() && rows > 1) && call.are_all::<N>(w.dtype())
@@ -52,20 +55,20 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows
     are_fit && block.warps() <= MAX_WARPS
 }
 
-/// Calls `finish(r, n, sums)` for every row r of operand `x` and n of the N weight matrices, operands `w` and up, of which the
-/// sums are the products.
+/// Calls `finish(r, n, sums)` for every row r of operand `x` and n of the N weight matrices, operands `w` and up, of
+/// which the sums are the products.
 ///
 /// # Safety
-/// Every thread of the block makes this same call; operand `x` is a matrix of floats of at least `rows` rows, the weights are
-/// matrices of bf16 or in fewer bits, all alike, with as many columns, each row contiguous.
+/// Every thread of the block makes this same call; operand `x` is a matrix of floats of at least `rows` rows, the
+/// weights are matrices of bf16 or in fewer bits, all alike, with as many columns, each row contiguous.
 pub(crate) unsafe fn multiply<const N: usize>(
     call: &Call<'_>,
     block: &Block,
     rows: u32,
     finish: impl Fn(u32, u32, [f32; N]),
 ) {
-    // SAFETY: the caller's promises; loop bounds are the block's, or, around what a warp does, the warp's. A barrier stands
-    // between writing a step's tiles and reading them, and between that and writing the next.
+    // SAFETY: the caller's promises; loop bounds are the block's, or, around what a warp does, the warp's. A barrier
+    // stands between writing a step's tiles and reading them, and between that and writing the next.
     unsafe {
         let (columns, k) = {
             let w = call.tensor(slot::W);
@@ -105,8 +108,8 @@ pub(crate) unsafe fn multiply<const N: usize>(
                     }
                     block.sync();
                 }
-                // A fragment at a time through the warp's words, so that one piece of code finishes all outputs, neighbours
-                // in neighbouring lanes.
+                // A fragment at a time through the warp's words, so that one piece of code finishes all outputs,
+                // neighbours in neighbouring lanes.
                 let own = x_tile + block.warp() * OWN;
                 let mut m = 0;
                 while m < fragments {
@@ -227,7 +230,8 @@ unsafe fn eight_of(x: &Tensor, r: u32, at: u32, k: u32) -> [f32; 8] {
     eight
 }
 
-/// Eight weights in fewer bits, of row `n` from `at` on, a multiple of eight, as bf16; beyond the row's end they are numbers.
+/// Eight weights in fewer bits, of row `n` from `at` on, a multiple of eight, as bf16; beyond the row's end they are
+/// numbers.
 unsafe fn packed_of<P: Packed>(w: &Tensor, n: u32, at: u32) -> [u32; 4] {
     let row = w.packed_row([n]);
     let (byte, scale_at) = P::element(at);

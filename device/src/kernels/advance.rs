@@ -1,6 +1,7 @@
 //! Ends an iteration: counts the token made, decides whether the loop goes on and publishes the next step (see
-//! [`crate::advance`]). control: the control block as u32 words; tokens: [capacity] i32; chosen: [rows] i32, in a program that verifies drafts the
-//! token that each row gives. Drafts for the next pass, if it is to verify some, go to where they would be in tokens. The last task of every program.
+//! [`crate::advance`]). control: the control block as u32 words; tokens: [capacity] i32; chosen: [rows] i32, in a
+//! program that verifies drafts the token that each row gives. Drafts for the next pass, if it is to verify some, go to
+//! where they would be in tokens. The last task of every program.
 
 use super::*;
 use crate::arch::{memory, shared};
@@ -84,8 +85,8 @@ impl MacroKernel for Advance {
             crate::advance::draft(&mut control, call.programs, token, put);
         }
         let out: [u32; WORDS] = bytemuck::cast(control);
-        // `stop` is the host's word. `produced` goes last, its own and each sequence's: a host that sees it sees the token
-        // too.
+        // `stop` is the host's word. `produced` goes last, its own and each sequence's: a host that sees it sees the
+        // token too.
         let is_new = |i: usize| out[i] != before[i] && i != STOP / 4 && i != PRODUCED / 4;
         (0..WORDS).filter(|i| is_new(*i)).for_each(|i| atomic(&words, i).store(out[i], Ordering::Release));
         atomic(&words, PRODUCED / 4).store(out[PRODUCED / 4], Ordering::Release);
@@ -93,8 +94,9 @@ impl MacroKernel for Advance {
     }
 
     unsafe fn gpu(_: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
-        // SAFETY: one thread works on the block in place, and no other task runs now (see the worker loop); the host may write `stop`
-        // meanwhile, a word that is read once and never written here. The tokens read are those that `sample` wrote before its event.
+        // SAFETY: one thread works on the block in place, and no other task runs now (see the worker loop); the host
+        // may write `stop` meanwhile, a word that is read once and never written here. The tokens read are those that
+        // `sample` wrote before its event.
         unsafe {
             let verifies = call.tensor(slot::CHOSEN).is_present();
             if verifies {
@@ -102,8 +104,9 @@ impl MacroKernel for Advance {
             }
             if block.thread == 0 {
                 let (tokens, words) = (call.tensor(slot::TOKENS), call.tensor(slot::CONTROL));
-                // Asked for ahead of the tokens. Who records a fault does so before it makes anything more of the pass, by an exchange whose
-                // result it waits for; and whatever this task waits for came after that, be it by events or by flags.
+                // Asked for ahead of the tokens. Who records a fault does so before it makes anything more of the pass,
+                // by an exchange whose result it waits for; and whatever this task waits for came after that, be it by
+                // events or by flags.
                 let fault = call.fault_code();
                 let tell = |at, in_cache, token| {
                     if fault == 0 {
@@ -130,7 +133,8 @@ impl MacroKernel for Advance {
     }
 }
 
-// Words of shared memory. Of a pass that verifies drafts: the token that each row gives, and those that the rows after the first have read.
+// Words of shared memory. Of a pass that verifies drafts: the token that each row gives, and those that the rows after
+// the first have read.
 const CHOSEN: u32 = FREE_SHARED;
 const DRAFTS: u32 = CHOSEN + MAX_DRAFTS as u32 + 1;
 /// What the next pass may verify: how many drafts, behind a text of how many tokens, by which program.
@@ -138,7 +142,8 @@ const MOST: u32 = DRAFTS + MAX_DRAFTS as u32;
 const TEXT: u32 = MOST + 1;
 const PROGRAM: u32 = MOST + 2;
 
-/// Fetches what the pass has chosen and read to where [`advance_verified`] looks for it, one word a thread: one after the other each would be a trip to L2.
+/// Fetches what the pass has chosen and read to where [`advance_verified`] looks for it, one word a thread: one after
+/// the other each would be a trip to L2.
 ///
 /// # Safety
 /// As [`MacroKernel::gpu`]; every thread of the block makes this same call, in a pass that verifies drafts.
@@ -218,13 +223,14 @@ unsafe fn ask_for_drafts(call: &gpu::Call<'_>, control: &Control) {
     }
 }
 
-/// Has the next pass verify `most` drafts, if the text has gone before as it goes now: see [`crate::advance::draft`]. All threads look for where.
+/// Has the next pass verify `most` drafts, if the text has gone before as it goes now: see [`crate::advance::draft`].
+/// All threads look for where.
 ///
 /// # Safety
 /// As [`MacroKernel::gpu`], every thread of the block, after [`ask_for_drafts`] and a barrier.
 unsafe fn draft(call: &gpu::Call<'_>, block: &Block, most: u32) {
-    // SAFETY: the words have been written before the barrier. Tokens below `n` are known, and those from there on, as many as there is room for,
-    // nobody's yet: a thread writes one of them.
+    // SAFETY: the words have been written before the barrier. Tokens below `n` are known, and those from there on, as
+    // many as there is room for, nobody's yet: a thread writes one of them.
     unsafe {
         let [n, program] = shared::constant::<2>(TEXT);
         let tokens = call.tensor(slot::TOKENS);
@@ -252,8 +258,8 @@ unsafe fn draft(call: &gpu::Call<'_>, block: &Block, most: u32) {
     }
 }
 
-/// The turn of a batch, and what it tells the host: each token made, where it stands in the token buffer; of a pass that has read a
-/// prompt, where the last token read stands.
+/// The turn of a batch, and what it tells the host: each token made, where it stands in the token buffer; of a pass
+/// that has read a prompt, where the last token read stands.
 ///
 /// # Safety
 /// As [`MacroKernel::gpu`], on one thread; `tokens` is the operand of that name.

@@ -1,10 +1,9 @@
-//! y[r,h,g,:] = sum over s of w[s] * sums[h,s,m,:] / sum over s of w[s] * total[h,s,m], with m = r * group + g, w[s] = exp(max[h,s,m] - M) and M
-//! the largest of the maxima: what the splits of an `attention` found, together.
+//! y[r,h,g,:] = sum over s of w[s] * sums[h,s,m,:] / sum over s of w[s] * total[h,s,m], with m = r * group + g, w[s] =
+//! exp(max[h,s,m] - M) and M the largest of the maxima: what the splits of an `attention` found, together.
 //!
-//! parts: [kv_heads, splits, rows * group, [`FOUND`] + d] f32, each row maximum, total, two more and the weighted sums; y:
-//! [rows, kv_heads, group, d]. A total
-//! of 0 says that the split had no positions (else its largest score alone counts 1). Where every score of a split is -inf
-//! (a NaN or an overflow upstream) the result is NaN.
+//! parts: [kv_heads, splits, rows * group, [`FOUND`] + d] f32, each row maximum, total, two more and the weighted sums;
+//! y: [rows, kv_heads, group, d]. A total of 0 says that the split had no positions (else its largest score alone
+//! counts 1). Where every score of a split is -inf (a NaN or an overflow upstream) the result is NaN.
 
 use super::attention::FOUND;
 use super::*;
@@ -28,7 +27,8 @@ pub struct Params {}
 /// Splits there may be.
 pub const MAX_SPLITS: u32 = 32;
 
-/// Splits of which a thread has the loads under way, and the next ones' while it merges these: memory answers long after it is asked.
+/// Splits of which a thread has the loads under way, and the next ones' while it merges these: memory answers long
+/// after it is asked.
 const AHEAD: usize = 4;
 
 /// Bytes of `parts` that nobody reads: two words of each, see the [`FOUND`] words.
@@ -202,7 +202,8 @@ impl Parts<'_> {
         are_in_eights(strides, self.of.extent(3)) && self.of.row([0]).is_aligned(16)
     }
 
-    /// Where elements from `at` on of y, all heads' as one row, lie in the first split; the others follow by their stride.
+    /// Where elements from `at` on of y, all heads' as one row, lie in the first split; the others follow by their
+    /// stride.
     pub(crate) fn place(&self, at: u32) -> Place {
         let (group, d) = (self.of.extent(2), self.of.extent(3) - FOUND);
         let Merge([by_d, by_group]) = self.merge;
@@ -211,8 +212,8 @@ impl Parts<'_> {
         Place { row: self.of.row([head, 0, item - head * group]).at(0), i: at - item * d }
     }
 
-    /// Waits until split `split` has begun to write what it found of elements `place`. All of it, asked for by every block again and again,
-    /// would be more than L2 gives beside what attention itself wants.
+    /// Waits until split `split` has begun to write what it found of elements `place`. All of it, asked for by every
+    /// block again and again, would be more than L2 gives beside what attention itself wants.
     ///
     /// # Safety
     /// As [`Tensor::get`](gpu::Tensor::get).
@@ -308,14 +309,15 @@ impl Parts<'_> {
         }
     }
 
-    /// Calls `put(unit, merged)` for units `unit`, `unit` + `step` and so on of eight elements each, as long as `go_on` says so of one; those that
-    /// `clamped` makes of them are there.
+    /// Calls `put(unit, merged)` for units `unit`, `unit` + `step` and so on of eight elements each, as long as `go_on`
+    /// says so of one; those that `clamped` makes of them are there.
     ///
-    /// PERF: what comes next is asked for before what is there is merged, both in one place: elsewhere once more, for what was asked for too
-    /// early, it was as much code again.
+    /// PERF: what comes next is asked for before what is there is merged, both in one place: elsewhere once more, for
+    /// what was asked for too early, it was as much code again.
     ///
-    /// Whole warps that do it `together`, with as many units for each lane, go on together, too: `put` may have them meet. What one lane has to look for again
-    /// all do; apart from each other, on their way to where they meet, it would be the chip's business whether they get there.
+    /// Whole warps that do it `together`, with as many units for each lane, go on together, too: `put` may have them
+    /// meet. What one lane has to look for again all do; apart from each other, on their way to where they meet, it
+    /// would be the chip's business whether they get there.
     ///
     /// # Safety
     /// As [`fetch`](Parts::fetch); eight elements may be [merged at once](are_in_eights).
@@ -329,8 +331,8 @@ impl Parts<'_> {
         mut put: impl FnMut(u32, [f32; 8]),
     ) {
         let place_of = |unit: u32| self.place(8 * clamped(unit));
-        // What is there, of which unit and from which split on; nothing as yet. No `Option`, whose words would be nobody's on some ways, and so
-        // held in registers over all bodies.
+        // What is there, of which unit and from which split on; nothing as yet. No `Option`, whose words would be
+        // nobody's on some ways, and so held in registers over all bodies.
         let (mut found, mut here, mut of, mut is_found) = (Found::<AHEAD, 8>::NOTHING, 0, 0, false);
         let (mut asked, mut wait, mut goes_on) = (Found::NOTHING, Wait::default(), true);
         // SAFETY: the caller's promise.
@@ -432,8 +434,8 @@ impl<const N: usize> Merged<N> {
     }
 }
 
-/// Whether eight elements of parts on sixteen bytes, their rows of `width` elements apart by `strides`, may be merged at once, from every
-/// eighth on.
+/// Whether eight elements of parts on sixteen bytes, their rows of `width` elements apart by `strides`, may be merged
+/// at once, from every eighth on.
 pub(crate) fn are_in_eights([a, b, c]: [u32; 3], width: u32) -> bool {
     (a | b | c).is_multiple_of(4) && (width - FOUND).is_multiple_of(8)
 }

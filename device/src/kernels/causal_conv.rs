@@ -1,8 +1,9 @@
 //! A short convolution along the rows of a sequence, a filter for each column: y[r,c] = act(sum over j of w[c,j] * u[p + r + j + 1 - taps, c] + bias[c])
 //! (* scale[r,c]), where u = x (* gate), and p is the pass's first position.
 //!
-//! x, gate, scale, y: [rows, n]; w: [n, taps], of at most [`MAX_TAPS`]; bias: [n]; state: [taps - 1, n] f32, the last rows of u that earlier passes had,
-//! the oldest first: zeros, whatever it holds, before position 0. f32 accumulation, in the order of j.
+//! x, gate, scale, y: [rows, n]; w: [n, taps], of at most [`MAX_TAPS`]; bias: [n]; state: [taps - 1, n] f32, the last
+//! rows of u that earlier passes had, the oldest first: zeros, whatever it holds, before position 0. f32 accumulation,
+//! in the order of j.
 //!
 //! (Qwen3.5's linear attention has one before it, with silu; LFM2's layers are one, gated on both sides.)
 
@@ -125,8 +126,9 @@ impl MacroKernel for CausalConv {
     }
 
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
-        // SAFETY: the operands are the slots' and every index is below its extent. A thread reads of the state, and of u's rows, what it
-        // wants, and none is written before all threads are here; then a thread has whole columns of the state.
+        // SAFETY: the operands are the slots' and every index is below its extent. A thread reads of the state, and of
+        // u's rows, what it wants, and none is written before all threads are here; then a thread has whole columns of
+        // the state.
         unsafe {
             // Found here, not kept over all the other kernels of a worker.
             let block = &Block { thread: memory::opaque_word(block.thread), ..*block };

@@ -1,11 +1,12 @@
-//! One position's attention, all of it: [`rope`](super::rope) of the query and the new key, the append of key and value to the
-//! cache, and causal [`attention`](super::attention) over it, in one task a head or, `split`, in several.
+//! One position's attention, all of it: [`rope`](super::rope) of the query and the new key, the append of key and value
+//! to the cache, and causal [`attention`](super::attention) over it, in one task a head or, `split`, in several.
 //!
-//! q: [1, kv_heads, group, d]; k, v: [1, kv_heads, d]; q_norm, k_norm: [d], optional; frequencies: [d/2] f32; k_cache, v_cache:
-//! [kv_heads, context, d]; y: [1, kv_heads, group, d]. q, k and v are only read: the turned query stays in shared memory,
-//! group * d at most [`MAX_QUERY`]; sinks: as `attention`'s. Split as `attention` is, block axis 1 saying which share of the positions is the
-//! task's, y is [kv_heads, 1, group, 4 + d] for [`attention_merge`](super::attention_merge); the task whose share ends with
-//! the pass's position appends. f32 accumulation; keys and values count as the cache keeps them.
+//! q: [1, kv_heads, group, d]; k, v: [1, kv_heads, d]; q_norm, k_norm: [d], optional; frequencies: [d/2] f32; k_cache,
+//! v_cache: [kv_heads, context, d]; y: [1, kv_heads, group, d]. q, k and v are only read: the turned query stays in
+//! shared memory, group * d at most [`MAX_QUERY`]; sinks: as `attention`'s. Split as `attention` is, block axis 1
+//! saying which share of the positions is the task's, y is [kv_heads, 1, group, 4 + d] for
+//! [`attention_merge`](super::attention_merge); the task whose share ends with the pass's position appends. f32
+//! accumulation; keys and values count as the cache keeps them.
 
 #[cfg(not(target_arch = "nvptx64"))]
 use super::attention::FOUND;
@@ -87,8 +88,8 @@ slots! {
     SINKS: optional "sinks",
 }
 
-/// What a record says of a task ([`Turn::known`](perpetua_shared::Turn::known)): whether its queries are taken as a [`Group`], and its splits, to
-/// divide by.
+/// What a record says of a task ([`Turn::known`](perpetua_shared::Turn::known)): whether its queries are taken as a
+/// [`Group`], and its splits, to divide by.
 #[cfg(not(target_arch = "nvptx64"))]
 pub(crate) fn known(task: &TaskDesc, operands: &[Operand], is_aligned: impl Fn(&Operand) -> bool) -> [u32; 4] {
     let [q, k, v] = [slot::Q, slot::K_CACHE, slot::V_CACHE].map(|slot| &operands[slot]);
@@ -187,11 +188,11 @@ impl MacroKernel for DecodeAttention {
         block: &Block,
         ready: impl Fn() -> Result<(), Fault>,
     ) -> Result<(), Fault> {
-        // SAFETY: norms and frequencies are constants, and all else is touched once `ready` has ended.
-        // The operands are the slots' and `check` has matched their extents; the position is below the context, as
-        // the token loop's steps are. Conditions around barriers are the same for all threads, those around shuffles for
-        // all lanes. Queries are written by their warp before a barrier and read after it, as is the appended row; what
-        // warps found stands between two barriers.
+        // SAFETY: norms and frequencies are constants, and all else is touched once `ready` has ended. The operands are
+        // the slots' and `check` has matched their extents; the position is below the context, as the token loop's
+        // steps are. Conditions around barriers are the same for all threads, those around shuffles for all lanes.
+        // Queries are written by their warp before a barrier and read after it, as is the appended row; what warps
+        // found stands between two barriers.
         unsafe {
             let heads = call.tensor(slot::Q).extent(1);
             let pos = call.first_pos();
@@ -294,8 +295,8 @@ impl MacroKernel for DecodeAttention {
     }
 }
 
-/// Attends to positions `first..end` of head `h` query by query, a warp to each or, where there are fewer queries than warps, to
-/// a part of the positions.
+/// Attends to positions `first..end` of head `h` query by query, a warp to each or, where there are fewer queries than
+/// warps, to a part of the positions.
 ///
 /// # Safety
 /// As [`MacroKernel::gpu`], after a barrier since the turned queries were stored from word [`QUERY`] on.

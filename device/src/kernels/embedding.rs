@@ -1,5 +1,6 @@
-//! y[r,:] = scale * (table[tokens[pos + r],:] (+ positions[pos + r,:] + kinds[0,:])). tokens: [capacity] i32; table: [vocab,
-//! hidden]; positions: [max positions, hidden] and kinds: [kinds, hidden], both optional (BERT); y: [rows, hidden].
+//! y[r,:] = scale * (table[tokens[pos + r],:] (+ positions[pos + r,:] + kinds[0,:])). tokens: [capacity] i32; table:
+//! [vocab, hidden]; positions: [max positions, hidden] and kinds: [kinds, hidden], both optional (BERT); y: [rows,
+//! hidden].
 
 use super::*;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -87,8 +88,8 @@ impl MacroKernel for Embedding {
     }
 
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
-        // SAFETY: the operands are the slots' and every index is below its extent; token ids are checked, by every thread
-        // alike, before a row of `table` is touched.
+        // SAFETY: the operands are the slots' and every index is below its extent; token ids are checked, by every
+        // thread alike, before a row of `table` is touched.
         unsafe {
             let (tokens, table, y) = (call.tensor(slot::TOKENS), call.tensor(slot::TABLE), call.tensor(slot::Y));
             let (positions, kinds) = (call.tensor(slot::POSITIONS), call.tensor(slot::KINDS));

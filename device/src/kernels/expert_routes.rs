@@ -1,7 +1,7 @@
-//! experts[r, s] = the expert that row r goes to through slot s, weights[r, s] = how much it counts: what [`routing`] finds out of a row's
-//! logits. logits: [rows, experts] f32; correction: [experts]; experts: [rows, slots] i32; weights: [rows, slots] f32. In passes of several
-//! rows, whose tasks [multiply](super::RoutedLinear) all of an expert's rows together, and would each have to choose for every row. (MPK:
-//! `MOE_TOPK_SOFTMAX`, `MOE_TOPK_SIGMOID`.)
+//! experts[r, s] = the expert that row r goes to through slot s, weights[r, s] = how much it counts: what [`routing`]
+//! finds out of a row's logits. logits: [rows, experts] f32; correction: [experts]; experts: [rows, slots] i32;
+//! weights: [rows, slots] f32. In passes of several rows, whose tasks [multiply](super::RoutedLinear) all of an
+//! expert's rows together, and would each have to choose for every row. (MPK: `MOE_TOPK_SOFTMAX`, `MOE_TOPK_SIGMOID`.)
 
 #[cfg(not(target_arch = "nvptx64"))]
 use super::routing;
@@ -63,8 +63,8 @@ impl MacroKernel for ExpertRoutes {
     }
 
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
-        // SAFETY: the operands are the slots', and every index is below its extent; what was found is read before the barrier behind which
-        // the next row's is.
+        // SAFETY: the operands are the slots', and every index is below its extent; what was found is read before the
+        // barrier behind which the next row's is.
         unsafe {
             let (rows, chosen) = (call.rows(&call.tensor(slot::LOGITS)), call.tensor(slot::EXPERTS).extent(1));
             let mut r = 0;

@@ -1,7 +1,8 @@
-//! y[r] = residual[r] + the sum over slots s of x[r, s] . w[e]^T + weight * bias[e], where e is the expert that row r goes to through slot s, and
-//! weight is how much it counts (see [`routing`]): the second half of a mixture of experts, whose first half has weighted what they made. x: [rows,
-//! slots, k]; logits: [rows, experts] f32; correction: [experts]; w: [experts, n, k]; bias: [experts, n]; residual, y: [rows, n]; f32 accumulation.
-//! Reads the weights of the experts that rows go to, once. (MPK: `MOE_W2_LINEAR` and `MOE_MUL_SUM_ADD`.)
+//! y[r] = residual[r] + the sum over slots s of x[r, s] . w[e]^T + weight * bias[e], where e is the expert that row r
+//! goes to through slot s, and weight is how much it counts (see [`routing`]): the second half of a mixture of experts,
+//! whose first half has weighted what they made. x: [rows, slots, k]; logits: [rows, experts] f32; correction:
+//! [experts]; w: [experts, n, k]; bias: [experts, n]; residual, y: [rows, n]; f32 accumulation. Reads the weights of
+//! the experts that rows go to, once. (MPK: `MOE_W2_LINEAR` and `MOE_MUL_SUM_ADD`.)
 
 #[cfg(not(target_arch = "nvptx64"))]
 use super::linear::Order;

@@ -1,7 +1,8 @@
-//! y[r, s] = weight * act(x[r] . gate[e]^T + gate_bias[e]) * (x[r] . up[e]^T + up_bias[e]), where e is the expert that row r goes to through slot
-//! s, and weight is how much it counts (see [`routing`]): the first half of a mixture of experts. It may be gated otherwise: see [`Gating`]. x:
-//! [rows, k]; logits: [rows, experts] f32; correction: [experts]; gate, up: [experts, n, k]; gate_bias, up_bias: [experts, n]; y: [rows, slots,
-//! n]; f32 accumulation. Reads the weights of the experts that rows go to, once. With `norm`, [k], x, one row, is first normalised, as in
+//! y[r, s] = weight * act(x[r] . gate[e]^T + gate_bias[e]) * (x[r] . up[e]^T + up_bias[e]), where e is the expert that
+//! row r goes to through slot s, and weight is how much it counts (see [`routing`]): the first half of a mixture of
+//! experts. It may be gated otherwise: see [`Gating`]. x: [rows, k]; logits: [rows, experts] f32; correction:
+//! [experts]; gate, up: [experts, n, k]; gate_bias, up_bias: [experts, n]; y: [rows, slots, n]; f32 accumulation. Reads
+//! the weights of the experts that rows go to, once. With `norm`, [k], x, one row, is first normalised, as in
 //! [`linear`](super::linear). (MPK: `MOE_W13_LINEAR`, its gate and its up.)
 
 use super::gated_linear::Gating;
@@ -149,8 +150,8 @@ impl MacroKernel for ExpertsUp {
     }
 
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
-        // SAFETY: the operands are the slots', and every index is below its extent, experts' because there are as many logits; the
-        // conditions around `two_dots` depend on the warp and the task alone, so whole warps call it.
+        // SAFETY: the operands are the slots', and every index is below its extent, experts' because there are as many
+        // logits; the conditions around `two_dots` depend on the warp and the task alone, so whole warps call it.
         unsafe {
             let (rows, chosen) = (call.rows(&call.tensor(slot::X)), call.tensor(slot::Y).extent(1));
             let staged = call.tensor(slot::NORM).is_present() || call.tensor(slot::X).is_flagged();

@@ -1,6 +1,7 @@
-//! y[r,h,:] = norm(x[r,h,:]) * f(gate[r,h,:]), or norm(x[r,h,:] * f(gate[r,h,:])), f the sigmoid, or silu, and norm(x) = x * rsqrt(mean(x^2) + eps) * w.
-//! x, y: [rows, heads, d]; gate: the same, or [rows, heads, 1], one for all elements of a head; w: [d], without which nothing is normalised; f32
-//! accumulation. What an attention makes, head by head, before it goes on.
+//! y[r,h,:] = norm(x[r,h,:]) * f(gate[r,h,:]), or norm(x[r,h,:] * f(gate[r,h,:])), f the sigmoid, or silu, and norm(x)
+//! = x * rsqrt(mean(x^2) + eps) * w. x, y: [rows, heads, d]; gate: the same, or [rows, heads, 1], one for all elements
+//! of a head; w: [d], without which nothing is normalised; f32 accumulation. What an attention makes, head by head,
+//! before it goes on.
 
 use super::*;
 use crate::arch::{WARP, memory, scalar, warp};
@@ -96,8 +97,8 @@ impl MacroKernel for Gated {
     }
 
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
-        // SAFETY: the operands are the slots' and every index is below its extent; a warp has a head, or the block has the only one, and a thread its own
-        // elements of it.
+        // SAFETY: the operands are the slots' and every index is below its extent; a warp has a head, or the block has
+        // the only one, and a thread its own elements of it.
         unsafe {
             // Found here, not kept over all the other kernels of a worker.
             let block = &Block { thread: memory::opaque_word(block.thread), ..*block };

@@ -21,8 +21,9 @@ pub enum Use {
     Write,
     /// Reads and writes it in place.
     Update,
-    /// Reads what earlier passes left there, if it is a state, up to the pass's position, and appends. Tasks of one operator may share it: of what
-    /// is appended each element has exactly one of them, which one being known at run time, that writes it, and it alone reads that.
+    /// Reads what earlier passes left there, if it is a state, up to the pass's position, and appends. Tasks of one
+    /// operator may share it: of what is appended each element has exactly one of them, which one being known at run
+    /// time, that writes it, and it alone reads that.
     Append,
 }
 
@@ -95,19 +96,20 @@ pub trait MacroKernel {
     /// ([`READS_EARLY`](perpetua_shared::TaskFlags::READS_EARLY)).
     const EARLY_READS: &'static [usize] = &[];
 
-    /// Operands whose elements the GPU body reads and writes as [flagged](perpetua_shared::flag) where they are: f32 all.
+    /// Operands whose elements the GPU body reads and writes as [flagged](perpetua_shared::flag) where they are: f32
+    /// all.
     const FLAGGED: &'static [usize] = &[];
 
-    /// How far a body's result may be from the [reference](MacroKernel::reference)'s `y`, where operands are about 1 in size:
-    /// `TOLERANCE * (1 + |y|)`, beside the step from one number of the result's type to the next.
+    /// How far a body's result may be from the [reference](MacroKernel::reference)'s `y`, where operands are about 1 in
+    /// size: `TOLERANCE * (1 + |y|)`, beside the step from one number of the result's type to the next.
     const TOLERANCE: f32 = 2e-5;
 
     /// Judges shapes, dtypes and strides; presence and slot count have been judged before.
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(params: &Self::Params, io: &[Operand]) -> Result<(), Violation>;
 
-    /// Bytes, the first of those that tiles may have, that the GPU body takes for itself in passes of several rows whose tiles leave it some: none of
-    /// these may land there.
+    /// Bytes, the first of those that tiles may have, that the GPU body takes for itself in passes of several rows
+    /// whose tiles leave it some: none of these may land there.
     #[cfg(not(target_arch = "nvptx64"))]
     fn beside_tiles(params: &Self::Params, io: &[Operand]) -> u64 {
         let _ = (params, io);
@@ -140,16 +142,16 @@ pub trait MacroKernel {
         Err(call.fault(FaultCode::NoSuchKernel, u32::from(call.task_type()), 0, 0))
     }
 
-    /// Whether its tasks may be [products of one row](gpu::thin::Product), which have one body for all kernels that have such: GPU workers ask
-    /// for that first.
+    /// Whether its tasks may be [products of one row](gpu::thin::Product), which have one body for all kernels that
+    /// have such: GPU workers ask for that first.
     const THIN: bool = false;
 
     /// Whether GPU workers run [`gpu_early`](MacroKernel::gpu_early) instead.
     const EARLY: bool = false;
 
-    /// As [`gpu`](MacroKernel::gpu), but begun before the task's waits have been met: what is known without other tasks is found out
-    /// while they run. Calls `ready`, which ends when the waits have been met, once, on every thread, before it touches anything that
-    /// another task does.
+    /// As [`gpu`](MacroKernel::gpu), but begun before the task's waits have been met: what is known without other tasks
+    /// is found out while they run. Calls `ready`, which ends when the waits have been met, once, on every thread,
+    /// before it touches anything that another task does.
     ///
     /// # Safety
     /// Every thread of the block makes this same call; `call` is a task of a checked image.
@@ -171,8 +173,8 @@ pub trait MacroKernel {
 /// Elements of a row that a product may normalise first: the GPU keeps them in shared memory.
 pub const MAX_NORMED: u32 = 4096;
 
-/// Elements of a row, or of a [segment](linear::segment_len) of it, that a product takes by flags: the GPU keeps them in registers where
-/// they are more than [`MAX_NORMED`], eight times eight for each thread.
+/// Elements of a row, or of a [segment](linear::segment_len) of it, that a product takes by flags: the GPU keeps them
+/// in registers where they are more than [`MAX_NORMED`], eight times eight for each thread.
 pub const MAX_FLAGGED: u32 = 64 * perpetua_shared::launch::TASK_THREADS;
 
 /// Likewise by a product with two matrices, five times eight.
@@ -194,7 +196,8 @@ pub fn default_cost(slots: &[Slot], io: &[Operand]) -> Cost {
     cost
 }
 
-/// The sum, or the largest number where that is too small: sizes are a user's, and what costs more than can be counted is refused elsewhere.
+/// The sum, or the largest number where that is too small: sizes are a user's, and what costs more than can be counted
+/// is refused elsewhere.
 fn total<const N: usize>(terms: [u64; N]) -> u64 {
     terms.into_iter().fold(0, u64::saturating_add)
 }
@@ -204,8 +207,8 @@ fn product<const N: usize>(factors: [u64; N]) -> u64 {
     factors.into_iter().fold(1, u64::saturating_mul)
 }
 
-/// The operands of a task of kernel `spec`, with parameters `words`, that come in [tiles](MacroKernel::TILED): not what a product's x is normalised by
-/// where that is [weighted](linear::Params::is_weighted).
+/// The operands of a task of kernel `spec`, with parameters `words`, that come in [tiles](MacroKernel::TILED): not what
+/// a product's x is normalised by where that is [weighted](linear::Params::is_weighted).
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn tiled(spec: &Spec, words: &[u32; PARAM_WORDS]) -> &'static [usize] {
     const { assert!(Linear::TILED[0] == linear::slot::NORM && GatedLinear::TILED[0] == gated_linear::slot::NORM) };
@@ -217,8 +220,9 @@ pub fn tiled(spec: &Spec, words: &[u32; PARAM_WORDS]) -> &'static [usize] {
     &spec.tiled[usize::from(is_weighted)..]
 }
 
-/// Whether the GPU body of a kernel of type `task_type` may take the tiles' memory for itself even in a pass of one row: attention does where a
-/// key/value head has queries enough. So nothing may be on its way there by then, not even for the pass after.
+/// Whether the GPU body of a kernel of type `task_type` may take the tiles' memory for itself even in a pass of one
+/// row: attention does where a key/value head has queries enough. So nothing may be on its way there by then, not even
+/// for the pass after.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn takes_memory_for_one_row(task_type: u16) -> bool {
     task_type == Attention::TASK_TYPE
@@ -305,8 +309,8 @@ impl Spec {
     }
 }
 
-/// Declares a macro kernel's operands, in order, each with its use (a constructor of [`Slot`]) and what reports call it: as `slot::ALL`, and
-/// the number of each by its name, `slot::X`.
+/// Declares a macro kernel's operands, in order, each with its use (a constructor of [`Slot`]) and what reports call
+/// it: as `slot::ALL`, and the number of each by its name, `slot::X`.
 macro_rules! slots {
     ($($name:ident: $usage:ident $text:literal),+ $(,)?) => {
         /// Numbers of the operands.
@@ -494,8 +498,8 @@ pub(crate) mod rules {
         Err(format!("`{name}` has {} elements along dimension {dim}, expected {expected}", operand.extent[dim]))
     }
 
-    /// A flagged row is read into shared memory or, of whole units and by weights of bf16 or in fewer bits, into registers, all of it: it has at
-    /// most `most` elements there.
+    /// A flagged row is read into shared memory or, of whole units and by weights of bf16 or in fewer bits, into
+    /// registers, all of it: it has at most `most` elements there.
     pub(crate) fn flagged_row(name: &str, operand: &Operand, weights: &[&Operand], most: u32) -> Result<(), Violation> {
         let [rows, k, ..] = operand.extent;
         let are = |dtype: DType| weights.iter().all(|w| w.dtype() == Some(dtype));
@@ -523,7 +527,8 @@ pub(crate) mod rules {
         Err(format!("`{name}` has rank {}, expected {expected}", operand.rank))
     }
 
-    /// What is made of `y` for a product after a norm, of which these are `weights` and `weighted`; operand `squares` has that name.
+    /// What is made of `y` for a product after a norm, of which these are `weights` and `weighted`; operand `squares`
+    /// has that name.
     pub(crate) fn weighted(
         y: &Operand,
         [weights, weighted]: [&Operand; 2],
@@ -559,7 +564,8 @@ pub(crate) mod rules {
         extent("y", y, 0, 1)
     }
 
-    /// What a product normalises `x` by: weights or, where these are in it already (`is_weighted`), sums of squares of its rows' parts.
+    /// What a product normalises `x` by: weights or, where these are in it already (`is_weighted`), sums of squares of
+    /// its rows' parts.
     pub(crate) fn norm(norm: &Operand, x: &Operand, is_weighted: u32) -> Result<(), Violation> {
         if is_weighted != 0 {
             if !norm.is_present() {
@@ -584,7 +590,8 @@ pub(crate) mod rules {
         Ok(())
     }
 
-    /// The last dimension is contiguous, so that bodies may take slices of it; of rows of lines, that they are one thing.
+    /// The last dimension is contiguous, so that bodies may take slices of it; of rows of lines, that they are one
+    /// thing.
     pub(crate) fn unit_stride(name: &str, operand: &Operand) -> Result<(), Violation> {
         let last = usize::from(operand.rank.max(1)) - 1;
         let expected = u32::from(operand.lines().is_none());

@@ -1,18 +1,23 @@
-//! Layers that pass a state from row to row: a matrix for each value head, which every row first forgets some of, then adds something to at its key, and
-//! asks by its query. Row by row, with g = exp(-exp(a_log) * d) and d = softplus(a + dt_bias):
+//! Layers that pass a state from row to row: a matrix for each value head, which every row first forgets some of, then
+//! adds something to at its key, and asks by its query. Row by row, with g = exp(-exp(a_log) * d) and d = softplus(a +
+//! dt_bias):
 //!
 //! ```text
 //! S <- g S;   S[j,:] <- S[j,:] + c[j] k;   y[j] = S[j,:] . q (+ skip * v[j])
 //! ```
-//! - With b, linear attention by the gated delta rule: c[j] = sigmoid(b) (v[j] - S[j,:] . k), what is known at the key being corrected; k and q are
-//!   divided by their lengths, q by sqrt(d_k), too. (Yang, Kautz, Hatamizadeh, *Gated Delta Networks*, 2024.)
-//! - Without, a state space: c[j] = d v[j]. (Dao, Gu, *Transformers are SSMs*, 2024: Mamba-2, whose B, C and x are k, q and v here.)
+//! - With b, linear attention by the gated delta rule: c[j] = sigmoid(b) (v[j] - S[j,:] . k), what is known at the key
+//!   being corrected; k and q are divided by their lengths, q by sqrt(d_k), too. (Yang, Kautz, Hatamizadeh, *Gated
+//!   Delta Networks*, 2024.)
+//! - Without, a state space: c[j] = d v[j]. (Dao, Gu, *Transformers are SSMs*, 2024: Mamba-2, whose B, C and x are k, q
+//!   and v here.)
 //!
-//! q, k: [rows, key_heads, d_k], d_k at most [`MAX_KEY`]; v, y: [rows, key_heads, group, d_v]; a, b: [rows, key_heads, group]; a_log, dt_bias, skip:
-//! [key_heads, group]; state: [key_heads, group, d_v, d_k] f32, kept from pass to pass: zeros, whatever it holds, before position 0. A length |x| is
-//! sqrt(x . x + 1e-6). f32 accumulation. Prompts have the bits of their tokens one by one.
+//! q, k: [rows, key_heads, d_k], d_k at most [`MAX_KEY`]; v, y: [rows, key_heads, group, d_v]; a, b: [rows, key_heads,
+//! group]; a_log, dt_bias, skip: [key_heads, group]; state: [key_heads, group, d_v, d_k] f32, kept from pass to pass:
+//! zeros, whatever it holds, before position 0. A length |x| is sqrt(x . x + 1e-6). f32 accumulation. Prompts have the
+//! bits of their tokens one by one.
 //!
-//! A row of the state asks for k and q at once: with S not decayed yet, y[j] = g S[j,:] . q + c[j] k . q. It is read and written once.
+//! A row of the state asks for k and q at once: with S not decayed yet, y[j] = g S[j,:] . q + c[j] k . q. It is read
+//! and written once.
 
 use super::*;
 use crate::arch::{WARP, memory, scalar, scalar::fma, shared, warp};
@@ -155,8 +160,9 @@ impl MacroKernel for Recurrence {
     }
 
     unsafe fn gpu(_: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
-        // SAFETY: the operands are the slots' and every index is below its extent. A warp has eight rows of the state to itself, all rows of the
-        // pass one after the other; what is found of these for all is made between two barriers.
+        // SAFETY: the operands are the slots' and every index is below its extent. A warp has eight rows of the state
+        // to itself, all rows of the pass one after the other; what is found of these for all is made between two
+        // barriers.
         unsafe {
             // Found here, not kept over all the other kernels of a worker.
             let block = &Block { thread: memory::opaque_word(block.thread), ..*block };
@@ -199,8 +205,9 @@ const AT_ONCE: u32 = 128;
 /// Rows of the state, columns of y, that a warp has at a time.
 const COLUMNS: u32 = 8;
 
-/// Words of shared memory for what is found of row `r` of those at once: what k and q are multiplied by, how much of the state stays, what multiplies what
-/// is added; k . q, how much of what is known at the key is taken from what is added, and how much of v is in y.
+/// Words of shared memory for what is found of row `r` of those at once: what k and q are multiplied by, how much of
+/// the state stays, what multiplies what is added; k . q, how much of what is known at the key is taken from what is
+/// added, and how much of v is in y.
 fn found(r: u32) -> u32 {
     FREE_SHARED + 8 * r
 }
@@ -231,7 +238,8 @@ fn dot([a, b, c, d]: [f32; 4], [e, f, g, h]: [f32; 4], more: f32) -> f32 {
     fma(d, h, fma(c, g, fma(b, f, fma(a, e, more))))
 }
 
-/// Finds, of row `r` of the pass, what is wanted of it for all columns of head `h`, `g`: see [`found`]. It is number `at` of those found together.
+/// Finds, of row `r` of the pass, what is wanted of it for all columns of head `h`, `g`: see [`found`]. It is number
+/// `at` of those found together.
 ///
 /// # Safety
 /// All lanes of the warp make this same call, and nobody else touches these words; the row is there.
@@ -263,7 +271,8 @@ unsafe fn find(call: &gpu::Call<'_>, lane: u32, [r, h, g]: [u32; 3], at: u32) {
     }
 }
 
-/// Of sixteen numbers a lane the sums over all lanes, number n on lanes 2 n and 2 n + 1: half of what a lane has left goes to another one each time.
+/// Of sixteen numbers a lane the sums over all lanes, number n on lanes 2 n and 2 n + 1: half of what a lane has left
+/// goes to another one each time.
 ///
 /// # Safety
 /// All lanes of the warp make this same call.
@@ -286,11 +295,12 @@ unsafe fn sums(numbers: [f32; 16], lane: u32) -> f32 {
     one + f32::from_bits(unsafe { warp::shuffle_xor(one.to_bits(), 1) })
 }
 
-/// Takes `count` rows of the pass from `first` on, of which all has been [found](find), through the state's rows from `column` on of head `h`, `g`.
+/// Takes `count` rows of the pass from `first` on, of which all has been [found](find), through the state's rows from
+/// `column` on of head `h`, `g`.
 ///
 /// # Safety
-/// All lanes of the warp make this same call, and nobody else touches these rows of the state, nor y's columns; they are there, as far as they are
-/// below the last.
+/// All lanes of the warp make this same call, and nobody else touches these rows of the state, nor y's columns; they
+/// are there, as far as they are below the last.
 unsafe fn columns(call: &gpu::Call<'_>, lane: u32, [first, count]: [u32; 2], [h, g, column]: [u32; 3], is_new: bool) {
     // SAFETY: the caller's promise; columns beyond the last are that one's, which nobody writes for them.
     unsafe {

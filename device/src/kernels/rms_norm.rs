@@ -1,6 +1,7 @@
-//! y[r,:] = x[r,:] * rsqrt(mean(x[r,:]^2) + eps) * w (+ residual[r,:]). x, y, residual: [rows, hidden]; w: [hidden]; f32 accumulation.
-//! Moves 2*rows*hidden + hidden elements, and rows*hidden of a residual. With `weights`, [hidden], what a product after another norm reads, too: `weighted`,
-//! [rows, hidden], and `squares`, [rows, 1], as [`linear`](super::linear) has them.
+//! y[r,:] = x[r,:] * rsqrt(mean(x[r,:]^2) + eps) * w (+ residual[r,:]). x, y, residual: [rows, hidden]; w: [hidden];
+//! f32 accumulation. Moves 2*rows*hidden + hidden elements, and rows*hidden of a residual. With `weights`, [hidden],
+//! what a product after another norm reads, too: `weighted`, [rows, hidden], and `squares`, [rows, 1], as
+//! [`linear`](super::linear) has them.
 
 use super::*;
 use crate::arch::{WARP, each_of_four, memory, scalar::fma, warp};
@@ -24,8 +25,8 @@ fn sum_of([a, b, c, d, e, f, g, h]: [f32; 8], more: [f32; 8]) -> [f32; 8] {
     [a + more[0], b + more[1], c + more[2], d + more[3], e + more[4], f + more[5], g + more[6], h + more[7]]
 }
 
-/// The only row there is, of `n` elements: all threads', each of which has four eights of it in registers. What it is added to is there
-/// long before it, so that is asked for first.
+/// The only row there is, of `n` elements: all threads', each of which has four eights of it in registers. What it is
+/// added to is there long before it, so that is asked for first.
 ///
 /// # Safety
 /// As [`MacroKernel::gpu`]; the block has as many threads.
@@ -70,7 +71,8 @@ pub struct Params {
     pub eps: f32,
 }
 
-/// Row `r` of `x`, normalised if `norm` is present: by these weights or, where they are in x already (`is_weighted`), by the sums of squares of its parts.
+/// Row `r` of `x`, normalised if `norm` is present: by these weights or, where they are in x already (`is_weighted`),
+/// by the sums of squares of its parts.
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) fn row(x: &crate::io::Tensor, r: usize, norm: &crate::io::Tensor, eps: f32, is_weighted: bool) -> Vec<f32> {
     let mut row: Vec<f32> = (0..x.extent(1)).map(|c| x.get([r, c])).collect();
@@ -156,7 +158,8 @@ impl MacroKernel for RmsNorm {
 
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and every index is below its extent; a lane reads and writes its own
-        // columns, so `y` may be `x`; a warp has its rows whole, so that all its lanes add up together, or the block has the only one.
+        // columns, so `y` may be `x`; a warp has its rows whole, so that all its lanes add up together, or the block
+        // has the only one.
         unsafe {
             // Found here, not kept over all the other kernels of a worker.
             let block = &Block { thread: memory::opaque_word(block.thread), ..*block };

@@ -1,10 +1,11 @@
 //! Which experts a row goes to, and how much each counts: what [`ExpertsUp`](super::ExpertsUp) and
-//! [`ExpertsDown`](super::ExpertsDown) find out of a row's logits, every task for itself, since that takes less than to wait for
-//! one who would tell it.
+//! [`ExpertsDown`](super::ExpertsDown) find out of a row's logits, every task for itself, since that takes less than to
+//! wait for one who would tell it.
 //!
-//! Chosen are the experts with the largest logits, ties to the lower number; or, where there is a correction, `[experts]`, those whose logit's
-//! sigmoid and correction are the largest sum (DeepSeek-V3's way to even out how often each is chosen). Slot 0 is the best one's. How much an
-//! expert counts its logit says, by itself or beside others: [`Counting`]. (MPK: `MOE_TOPK_SOFTMAX`, `MOE_TOPK_SIGMOID`.)
+//! Chosen are the experts with the largest logits, ties to the lower number; or, where there is a correction,
+//! `[experts]`, those whose logit's sigmoid and correction are the largest sum (DeepSeek-V3's way to even out how often
+//! each is chosen). Slot 0 is the best one's. How much an expert counts its logit says, by itself or beside others:
+//! [`Counting`]. (MPK: `MOE_TOPK_SOFTMAX`, `MOE_TOPK_SIGMOID`.)
 
 use super::{Cost, MAX_NORMED, product, total};
 #[cfg(not(target_arch = "nvptx64"))]
@@ -96,7 +97,8 @@ impl Counting {
     }
 }
 
-/// Judges `logits`, `[rows, experts]`, of which rows go to `chosen`, and what corrects them, `[experts]`, if that is present.
+/// Judges `logits`, `[rows, experts]`, of which rows go to `chosen`, and what corrects them, `[experts]`, if that is
+/// present.
 #[cfg(not(target_arch = "nvptx64"))]
 pub(crate) fn check(logits: &Operand, correction: &Operand, rows: u32, chosen: u32) -> Result<(), Violation> {
     rules::dtype("logits", logits, &[DType::F32])?;
@@ -201,8 +203,8 @@ impl Router {
         }
     }
 
-    /// Where `rows` rows go, `chosen` ways each, an expert's after the other's: in this order CPU bodies add up, whatever rows there are beside
-    /// one.
+    /// Where `rows` rows go, `chosen` ways each, an expert's after the other's: in this order CPU bodies add up,
+    /// whatever rows there are beside one.
     pub(crate) fn routes(&self, rows: usize, chosen: usize, out: &mut Vec<Route>) {
         let mut found = [Chosen::default(); MAX_CHOSEN as usize];
         let found = &mut found[..chosen];
@@ -244,8 +246,8 @@ pub(crate) struct Routed {
 
 #[cfg(not(target_arch = "nvptx64"))]
 impl Routed {
-    /// For each expert that rows of `call` go to, calls `take` for what it takes of each row, `multiply` with all of these, `[rows, k]`, and
-    /// with what it shall make, `[rows, n]`, and `put` with what it has made of each.
+    /// For each expert that rows of `call` go to, calls `take` for what it takes of each row, `multiply` with all of
+    /// these, `[rows, k]`, and with what it shall make, `[rows, n]`, and `put` with what it has made of each.
     ///
     /// # Errors
     /// The first of `multiply`.
@@ -265,7 +267,8 @@ impl Routed {
             memory.resize(rows * (k + n), 0.0);
         }
         let base = memory.as_mut_ptr();
-        // SAFETY: the two boxes, apart, are as large as the memory; the one is written before, the other read after `multiply`.
+        // SAFETY: the two boxes, apart, are as large as the memory; the one is written before, the other read after
+        // `multiply`.
         let [x, y] = unsafe { [floats(base, [rows, k]), floats(base.add(rows * k), [rows, n])] };
         let mut outcome = Ok(());
         for own in routes.chunk_by(|a, b| a.expert == b.expert) {
@@ -301,8 +304,9 @@ unsafe fn floats(base: *mut f32, [rows, columns]: [usize; 2]) -> io::Tensor {
     unsafe { io::Tensor::new(base.cast(), &operand) }
 }
 
-/// What is read and computed of experts' operands `of_experts`, matrices, each `[experts, n, k]`, and biases, `[experts, n]`, if there are such, by `rows`
-/// rows that go to `chosen` experts each; `all` is what it would be to read all.
+/// What is read and computed of experts' operands `of_experts`, matrices, each `[experts, n, k]`, and biases,
+/// `[experts, n]`, if there are such, by `rows` rows that go to `chosen` experts each; `all` is what it would be to
+/// read all.
 pub(crate) fn cost(of_experts: &[&Operand], rows: u32, chosen: u32, all: Cost) -> Cost {
     let routes = u64::from(rows) * u64::from(chosen);
     let mut cost = Cost { flops: 0, ..all };
@@ -318,7 +322,8 @@ pub(crate) fn cost(of_experts: &[&Operand], rows: u32, chosen: u32, all: Cost) -
     cost
 }
 
-/// A whole number, more than 0, that is the greater the greater `score` is; what is no number is less than any, and both zeros are one.
+/// A whole number, more than 0, that is the greater the greater `score` is; what is no number is less than any, and
+/// both zeros are one.
 fn order_of(score: f32) -> u32 {
     let score = if score >= f32::NEG_INFINITY { score + 0.0 } else { f32::NEG_INFINITY };
     let bits = score.to_bits();
@@ -339,8 +344,8 @@ fn sigmoid(x: f32) -> f32 {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Found;
 
-/// Where it is, behind whatever row has been staged: how much the experts count, which they are, and, where these are corrected, their logits, a word each.
-/// Before them stand all scores, in their order.
+/// Where it is, behind whatever row has been staged: how much the experts count, which they are, and, where these are
+/// corrected, their logits, a word each. Before them stand all scores, in their order.
 const WEIGHTS: u32 = shared::KEPT - MAX_CHOSEN;
 const EXPERTS: u32 = WEIGHTS - MAX_CHOSEN;
 const LOGITS: u32 = EXPERTS - MAX_CHOSEN;
@@ -357,12 +362,14 @@ pub const fn most_staged(experts: u32) -> u32 {
 const _: () = assert!(LOGITS.is_multiple_of(4) && most_staged(128) == MAX_NORMED && most_staged(MAX_EXPERTS) > 0);
 
 impl Found {
-    /// Finds the `chosen` experts that row `row` of the logits goes to, which `operands` has beside what corrects them. A thread compares an expert
-    /// with all others: that is one way through the scores for all, where one choice after another would be `chosen` with a barrier each.
+    /// Finds the `chosen` experts that row `row` of the logits goes to, which `operands` has beside what corrects them.
+    /// A thread compares an expert with all others: that is one way through the scores for all, where one choice after
+    /// another would be `chosen` with a barrier each.
     ///
     /// # Safety
-    /// Every thread of the block makes this same call, and none reads what was found before any more; the operands are what [`check`] wants.
-    /// Of [`Weighting::All`] there are no weights unless `OF_ALL`: nobody has code for it who needs none.
+    /// Every thread of the block makes this same call, and none reads what was found before any more; the operands are
+    /// what [`check`] wants. Of [`Weighting::All`] there are no weights unless `OF_ALL`: nobody has code for it who
+    /// needs none.
     pub(crate) unsafe fn choose<const OF_ALL: bool>(
         call: &gpu::Call<'_>,
         block: &Block,
@@ -375,8 +382,8 @@ impl Found {
         let (experts, is_corrected) = unsafe { (call.tensor(logits).extent(1), call.tensor(correction).is_present()) };
         let words = experts.next_multiple_of(4);
         let orders = LOGITS - words;
-        // SAFETY: a thread writes its own words, and those of the slots that no other expert has; barriers stand between writers and
-        // readers.
+        // SAFETY: a thread writes its own words, and those of the slots that no other expert has; barriers stand
+        // between writers and readers.
         unsafe {
             let all = call.tensor(logits);
             let ask = |expert: u32| call.ask(&all, [row, expert]);
@@ -453,8 +460,8 @@ impl Found {
         Found
     }
 
-    /// Has the L2 cache ask for the matrices that are operand `operand`, those of the `chosen` experts, all at once: each warp would wait for
-    /// one row after the other.
+    /// Has the L2 cache ask for the matrices that are operand `operand`, those of the `chosen` experts, all at once:
+    /// each warp would wait for one row after the other.
     ///
     /// # Safety
     /// As [`Found::expert`]; the operand is a stack of matrices, one for each expert.

@@ -1,5 +1,6 @@
-//! y[r] = residual[r] + the sum over slots s of x[r, s]: what a row's experts have made, together. x: [rows, slots, n]; residual, y:
-//! [rows, n]. Slots are added in their order, so that a row's bits depend on nothing beside it. (MPK: `MOE_MUL_SUM_ADD`.)
+//! y[r] = residual[r] + the sum over slots s of x[r, s]: what a row's experts have made, together. x: [rows, slots, n];
+//! residual, y: [rows, n]. Slots are added in their order, so that a row's bits depend on nothing beside it. (MPK:
+//! `MOE_MUL_SUM_ADD`.)
 
 use super::*;
 

@@ -45,7 +45,8 @@ pub(crate) struct Args {
     /// Measure so often; the figures are those of the median run.
     #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true, value_parser = at_least::<usize>(1))]
     runs: usize,
-    /// On a GPU: measure the same without each technique that makes it fast, and as one launch per operator under a CUDA graph, too.
+    /// On a GPU: measure the same without each technique that makes it fast, and as one launch per operator under a
+    /// CUDA graph, too.
     #[arg(long)]
     compare: bool,
     /// Write the figures there.
@@ -63,7 +64,8 @@ pub(crate) struct Args {
 const CONTEXT: usize = 128;
 
 impl Args {
-    /// Of `model`: `runs` runs of `tokens` tokens after `context`, compared, their trace written to `trace` and drawn beside it.
+    /// Of `model`: `runs` runs of `tokens` tokens after `context`, compared, their trace written to `trace` and drawn
+    /// beside it.
     pub(super) fn of(model: ModelArgs, context: usize, tokens: usize, runs: usize, trace: PathBuf) -> Args {
         let (context, timeline) = (Some(context), Some(trace.with_extension("svg")));
         let (batch, prompt_lookup, json, trace) = (None, None, None, Some(trace));
@@ -186,8 +188,8 @@ fn warm_up(args: &Args, engine: &mut Engine, prompt: &[u32]) -> Outcome {
 /// Prompt tokens for which it is measured how long the first token takes, if there are more in the prompt.
 const SHORT_PROMPTS: [usize; 3] = [16, 64, 256];
 
-/// Milliseconds from a prompt's handing over to the first token, the median of three times, by how many of `prompt`'s tokens are read: of
-/// all of them as in the runs, which took `whole`.
+/// Milliseconds from a prompt's handing over to the first token, the median of three times, by how many of `prompt`'s
+/// tokens are read: of all of them as in the runs, which took `whole`.
 fn first_token(engine: &mut Engine, prompt: &[u32], whole: Duration) -> Result<serde_json::Value, EngineError> {
     let mut figures = serde_json::Map::new();
     let mut put = |n: usize, took: Duration| figures.insert(n.to_string(), (took.as_secs_f64() * 1e3).into());
@@ -212,9 +214,9 @@ fn first_token(engine: &mut Engine, prompt: &[u32], whole: Duration) -> Result<s
 /// How often each number of rows is measured.
 const VERIFICATIONS: usize = 9;
 
-/// What passes over the token after `prompt` and 1 to `drafts` guesses of those after it take beyond a step of that token alone, the medians of
-/// passes in turn, beside such a `step` among others, in seconds: each of these passes is a run of its own, the beginning and the end of which are in
-/// both.
+/// What passes over the token after `prompt` and 1 to `drafts` guesses of those after it take beyond a step of that
+/// token alone, the medians of passes in turn, beside such a `step` among others, in seconds: each of these passes is a
+/// run of its own, the beginning and the end of which are in both.
 fn verifying(engine: &mut Engine, prompt: &[u32], drafts: usize, step: f64) -> Result<serde_json::Value, EngineError> {
     // Tokens to be read as guesses.
     engine.generate(prompt, &greedy_options(drafts + 1))?.try_for_each(|token| token.map(|_| ()))?;
@@ -253,7 +255,8 @@ fn verifying(engine: &mut Engine, prompt: &[u32], drafts: usize, step: f64) -> R
 fn beside(runs: &[Run], run: &Run, keeps_bits: bool, way: &str) -> Result<serde_json::Value, String> {
     let other = &runs[runs.len() / 2];
     let same = other.tokens.iter().zip(&run.tokens).take_while(|(a, b)| a == b).count();
-    // Where sums have another order, or rows no flags in their numbers, and two tokens are as likely, another may be made.
+    // Where sums have another order, or rows no flags in their numbers, and two tokens are as likely, another may be
+    // made.
     if keeps_bits && other.tokens != run.tokens {
         return Err(format!("{way}: other tokens, from number {same} on"));
     }
@@ -338,8 +341,8 @@ fn spread(runs: &[Run]) -> [f64; 2] {
     [&runs[0], &runs[runs.len() - 1]].map(|run| run.median() * 1e3)
 }
 
-/// The figures of a text model; `keep` is called with those there are, before others are measured. Once there is the step's time, what fails ends
-/// nothing else.
+/// The figures of a text model; `keep` is called with those there are, before others are measured. Once there is the
+/// step's time, what fails ends nothing else.
 pub(super) fn generator(
     args: &Args,
     model: &Model,
@@ -474,7 +477,8 @@ impl<'a> Bench<'a> {
         self.gpu.as_ref().map_or_else(|| Isa::best().name().to_owned(), |gpu| gpu.info().name.clone())
     }
 
-    /// Bytes that the step behind so many measured tokens reads: those of one sequence, and as much more of the others' caches.
+    /// Bytes that the step behind so many measured tokens reads: those of one sequence, and as much more of the others'
+    /// caches.
     fn bytes_read(&self, tokens: usize) -> u64 {
         let blocks = &self.engine.resident().compiled().programs[0].blocks;
         let [none, own] = [0, self.context + tokens].map(|position| bytes_from_memory(blocks, position));
@@ -590,8 +594,8 @@ fn losses(args: &Args, engine: &mut Engine, prompt: &[u32], runs_on: &str) -> Re
 }
 
 /// The most that weights in 8 bits may cost: mean Kullback-Leibler divergence, as a part of the entropy of what is
-/// predicted. One percent more bits for the same text. For 4 bits there is no such bar: what they cost depends on how redundant
-/// a network's weights are, and random ones are not at all.
+/// predicted. One percent more bits for the same text. For 4 bits there is no such bar: what they cost depends on how
+/// redundant a network's weights are, and random ones are not at all.
 const MAX_LOSS: f64 = 0.01;
 
 /// The logits of quantised weights beside those of the checkpoint's, over the prompt's first positions.

@@ -20,8 +20,8 @@ pub(crate) struct Args {
     /// .jsonl gets the JSON lines.
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// What the sentences are for, a prompt of the model's by its name: `query`, say, or `document` [default: the model's default prompt, if
-    /// it has one].
+    /// What the sentences are for, a prompt of the model's by its name: `query`, say, or `document` [default: the
+    /// model's default prompt, if it has one].
     #[arg(long, value_name = "NAME")]
     prompt_name: Option<String>,
     /// A file of the sentences instead, one a line; - is standard input.

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 /// What a thread reads at once, into memory it has read into before.
 const PART_BYTES: u64 = 2 << 20;
 
-/// Reads `files` from the first byte on with `n_threads` threads, each part by whoever comes first; after `most` no more parts are
-/// begun. How many bytes it read, and how long that took.
+/// Reads `files` from the first byte on with `n_threads` threads, each part by whoever comes first; after `most` no
+/// more parts are begun. How many bytes it read, and how long that took.
 pub(super) fn read_through(files: &[PathBuf], n_threads: usize, most: Duration) -> Result<(u64, Duration)> {
     let mut parts = Vec::new();
     for path in files {
@@ -52,8 +52,8 @@ pub(super) fn read_through(files: &[PathBuf], n_threads: usize, most: Duration) 
     }
 }
 
-/// Has the system take `files` out of memory, so that they are read from the disk the next time. It keeps what somebody has mapped and
-/// read, and everything on a file system that lies in memory: see [`in_memory`].
+/// Has the system take `files` out of memory, so that they are read from the disk the next time. It keeps what somebody
+/// has mapped and read, and everything on a file system that lies in memory: see [`in_memory`].
 pub(super) fn forget(files: &[PathBuf]) -> Result<()> {
     #[cfg(target_os = "linux")]
     for path in files {
@@ -61,7 +61,8 @@ pub(super) fn forget(files: &[PathBuf]) -> Result<()> {
         let file = File::open(path)?;
         // Only what is on the disk can be dropped.
         file.sync_all()?;
-        // SAFETY: the descriptor is open, and the call changes no byte of the file. Whether it did what it should is seen later.
+        // SAFETY: the descriptor is open, and the call changes no byte of the file. Whether it did what it should is
+        // seen later.
         let _ = unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
     }
     #[cfg(not(target_os = "linux"))]
@@ -134,7 +135,8 @@ mod tests {
         assert!(read_through(&absent, 2, Duration::from_secs(60)).is_err());
     }
 
-    /// What has been forgotten is not in memory until it is read; on a file system that lies in memory nothing is forgotten.
+    /// What has been forgotten is not in memory until it is read; on a file system that lies in memory nothing is
+    /// forgotten.
     #[cfg(target_os = "linux")]
     #[test]
     fn what_is_forgotten_is_read_again() {

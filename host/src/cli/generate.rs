@@ -25,7 +25,8 @@ pub(crate) struct Args {
     /// A file that is the prompt, the line's end at its end included; - is standard input.
     #[arg(long, value_name = "FILE")]
     prompt_file: Option<PathBuf>,
-    /// Put the prompt into the model's chat template, as the user's turn. What the model says to itself before it answers goes to stderr then.
+    /// Put the prompt into the model's chat template, as the user's turn. What the model says to itself before it
+    /// answers goes to stderr then.
     #[arg(long)]
     chat: bool,
     #[command(flatten)]
@@ -46,7 +47,8 @@ pub(crate) struct Args {
 /// What a chat template is told.
 #[derive(Debug, clap::Args)]
 pub(super) struct Template {
-    /// Give the chat template's variable NAME this value, JSON or else text: enable_thinking=false, reasoning_effort=low; may be given several times.
+    /// Give the chat template's variable NAME this value, JSON or else text: enable_thinking=false,
+    /// reasoning_effort=low; may be given several times.
     #[arg(long = "set", value_name = "NAME=VALUE", allow_hyphen_values = true, value_parser = variable)]
     variables: Vec<(String, serde_json::Value)>,
 }
@@ -90,14 +92,15 @@ pub(super) struct Choice {
     /// Seed of the draws.
     #[arg(long, value_name = "S", default_value_t = 0, allow_negative_numbers = true, value_parser = at_least::<u64>(0))]
     seed: u64,
-    /// Divide the logits of tokens that are there already, the prompt's too, by P (multiply those below 0); 1 does nothing [default: the model's]
+    /// Divide the logits of tokens that are there already, the prompt's too, by P (multiply those below 0); 1 does
+    /// nothing [default: the model's]
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     repetition_penalty: Option<f32>,
     /// End the text before TEXT, which is not printed; may be given several times.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     stop: Vec<String>,
-    /// Guess up to N tokens from where the text repeats itself or its prompt, and verify them in one pass: the same text in less time where it
-    /// does (on a GPU but for rounding).
+    /// Guess up to N tokens from where the text repeats itself or its prompt, and verify them in one pass: the same
+    /// text in less time where it does (on a GPU but for rounding).
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = within(1, MAX_DRAFTS))]
     pub(super) prompt_lookup: Option<usize>,
 }
@@ -210,8 +213,8 @@ pub(super) struct Made {
     pub(super) reasoning: String,
 }
 
-/// Prints what `generation` makes as it is made, and a line's end, and adds it to `made`: answers on stdout, reasoning on stderr, dimmed on a terminal.
-/// Shows how far its prompt of so many tokens has been read.
+/// Prints what `generation` makes as it is made, and a line's end, and adds it to `made`: answers on stdout, reasoning
+/// on stderr, dimmed on a terminal. Shows how far its prompt of so many tokens has been read.
 pub(super) fn stream(generation: &mut Generation<'_>, prompt: usize, made: &mut Made) -> Outcome {
     let bar = progress(prompt as u64, "reading prompt", TOKENS_BAR);
     // The bar draws on stderr from a thread of its own: no lock is held there.

@@ -5,8 +5,8 @@
 //! worker 1  |  prologue   | task |   hop   | task | tail        |
 //!           ^ the step before has ended                         ^ this one has
 //! ```
-//! Averages over the workers, so the parts sum to the step. Weights arrive during prologue, hops and tail as well, so the
-//! parts do not say what would be gained without each, only what nobody computed in.
+//! Averages over the workers, so the parts sum to the step. Weights arrive during prologue, hops and tail as well, so
+//! the parts do not say what would be gained without each, only what nobody computed in.
 
 use super::{Outcome, write_whole};
 use perpetua::image::Image;
@@ -111,8 +111,8 @@ pub(super) fn trace(
     }
 }
 
-/// The tasks of the last step of `trace`, each with its worker and when it ran, in nanoseconds from the first one's start. A body does a little
-/// before it waits for others; it is shown after that, as predicted ones are.
+/// The tasks of the last step of `trace`, each with its worker and when it ran, in nanoseconds from the first one's
+/// start. A body does a little before it waits for others; it is shown after that, as predicted ones are.
 fn last_step(trace: &[(WorkerId, TaskTrace)]) -> Vec<(WorkerId, &TaskTrace, [u64; 2])> {
     let step = trace.iter().map(|(_, entry)| entry.iteration).max().unwrap_or(0);
     let tasks = || trace.iter().filter(|(_, entry)| entry.iteration == step);

@@ -1,8 +1,8 @@
 //! Command line: arguments, what verbs share, exit status.
 //!
-//! 0: done. 1: the request failed, one line on stderr says why. 2: bad usage. 3: there is no GPU to check. 130: stopped by
-//! Ctrl-C; what was made until then has been printed. Machine output goes to stdout or the named file, everything else to
-//! stderr; progress bars only on a terminal.
+//! 0: done. 1: the request failed, one line on stderr says why. 2: bad usage. 3: there is no GPU to check. 130: stopped
+//! by Ctrl-C; what was made until then has been printed. Machine output goes to stdout or the named file, everything
+//! else to stderr; progress bars only on a terminal.
 
 mod bench;
 mod chat;
@@ -192,10 +192,12 @@ struct ModelArgs {
     /// Positions of the KV cache [default: what the request needs].
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = at_least::<usize>(1))]
     max_context: Option<usize>,
-    /// Read prompts with the bits that their tokens give one by one, on the CPU: without matrix units (AMX) or products of bf16, which are faster.
+    /// Read prompts with the bits that their tokens give one by one, on the CPU: without matrix units (AMX) or products
+    /// of bf16, which are faster.
     #[arg(long)]
     exact: bool,
-    /// Read prompts with activations rounded to bf16, on the CPU: faster where it multiplies bf16 as often as f32 (AMD's with AVX-512 BF16). A GPU always does.
+    /// Read prompts with activations rounded to bf16, on the CPU: faster where it multiplies bf16 as often as f32
+    /// (AMD's with AVX-512 BF16). A GPU always does.
     #[arg(long, conflicts_with = "exact")]
     bf16_prompts: bool,
     #[command(flatten)]
@@ -208,7 +210,8 @@ struct ModelArgs {
 /// What a GPU does without.
 #[derive(Clone, Debug, Default, Args)]
 struct Without {
-    /// On a GPU, leave this out, which makes it faster: where that is what a GPU does not get on with, or to see what it brings.
+    /// On a GPU, leave this out, which makes it faster: where that is what a GPU does not get on with, or to see what
+    /// it brings.
     #[arg(long, value_name = "TECHNIQUE", value_delimiter = ',', value_parser = technique())]
     without: Vec<Technique>,
 }
@@ -304,8 +307,8 @@ impl ModelArgs {
         }
         let model = load(&self.model)?;
         let Some(how) = self.quantize else { return Ok(model) };
-        // For a while a tokenizer takes several times its file to read: better before the weights are there than beside them.
-        // Whoever needs it hears what is wrong with it.
+        // For a while a tokenizer takes several times its file to read: better before the weights are there than beside
+        // them. Whoever needs it hears what is wrong with it.
         let _ = model.tokenizer();
         let bar = progress(model.weights()?.size_bytes() as u64, "quantizing", BYTES_BAR);
         let model = model.quantize(how.into(), |bytes| bar.inc(bytes))?;
@@ -486,7 +489,8 @@ fn read_text(path: &Path) -> Result<String, String> {
 
 /// Where an output goes.
 enum Place {
-    /// A device, a pipe, an open file descriptor: it cannot be replaced by a file, and has no half-written state to hide.
+    /// A device, a pipe, an open file descriptor: it cannot be replaced by a file, and has no half-written state to
+    /// hide.
     Stream,
     /// A file, written beside its place (links followed) and then renamed.
     File(PathBuf),
@@ -498,8 +502,8 @@ fn place(path: &Path) -> Result<Place, String> {
     if path.metadata().is_ok_and(|meta| meta.is_dir()) {
         return Err(fail("it is a folder"));
     }
-    // `/dev/stdout` may lead to a file, but stands for what is open, which a new file in its place would not be. A pipe is
-    // not tried: its reader would take the end of the trial for the end of the output.
+    // `/dev/stdout` may lead to a file, but stands for what is open, which a new file in its place would not be. A pipe
+    // is not tried: its reader would take the end of the trial for the end of the output.
     let descriptors = ["/dev/stdout", "/dev/stderr", "/dev/fd", "/proc"];
     if descriptors.iter().any(|name| path.starts_with(name)) || path.metadata().is_ok_and(|meta| !meta.is_file()) {
         return Ok(Place::Stream);
@@ -525,8 +529,8 @@ fn plain(error: &std::io::Error) -> String {
     text.split(" (os error").next().unwrap_or_default().to_lowercase()
 }
 
-/// Whether the outputs that were asked for can be written, see [`place`], each to a place of its own, which is none of `inputs`: files, and
-/// models' folders.
+/// Whether the outputs that were asked for can be written, see [`place`], each to a place of its own, which is none of
+/// `inputs`: files, and models' folders.
 fn writable<'a>(
     outputs: impl IntoIterator<Item = &'a Path>,
     inputs: impl IntoIterator<Item = &'a Path> + Clone,
@@ -552,8 +556,8 @@ fn writable<'a>(
     Ok(())
 }
 
-/// The files that make `folder` a model, and the folders of its modules: those that are known by name, and those that an index names. Others lie
-/// there, like what was written before.
+/// The files that make `folder` a model, and the folders of its modules: those that are known by name, and those that
+/// an index names. Others lie there, like what was written before.
 fn checkpoint(folder: &Path) -> Vec<PathBuf> {
     const INDEX: &str = "model.safetensors.index.json";
     const NAMES: [&str; 13] = [

@@ -1,7 +1,7 @@
 //! `perpetua perplexity`: how well a model predicts a text, and what weights in fewer bits cost it there.
 //!
-//! The text is read in windows, each from an empty cache, and of each the second half is scored, where every prediction has
-//! a context: as llama.cpp's program of this name does it, so that figures compare. A window begins with what the
+//! The text is read in windows, each from an empty cache, and of each the second half is scored, where every prediction
+//! has a context: as llama.cpp's program of this name does it, so that figures compare. A window begins with what the
 //! tokenizer puts before a text; tokens at the end that fill no window are not read.
 
 use super::{ModelArgs, Outcome, TOKENS_BAR, at_least, logits, progress, read_text, report, writable};
@@ -13,10 +13,12 @@ use std::path::PathBuf;
 pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
-    /// The text, UTF-8; - is standard input. With --quantize, the checkpoint's own weights predict it, too, and are what is compared with.
+    /// The text, UTF-8; - is standard input. With --quantize, the checkpoint's own weights predict it, too, and are
+    /// what is compared with.
     #[arg(long, value_name = "FILE")]
     text: PathBuf,
-    /// Tokens of a window, of which the second half is scored [default: 512, or as many as the model takes, or --max-context].
+    /// Tokens of a window, of which the second half is scored [default: 512, or as many as the model takes, or
+    /// --max-context].
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = at_least::<usize>(1))]
     window: Option<usize>,
     /// Write the figures there.

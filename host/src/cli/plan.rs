@@ -54,7 +54,8 @@ pub(crate) struct Args {
     /// A kernel graph as JSON.
     #[arg(long, value_name = "FILE")]
     graph: Option<PathBuf>,
-    /// What to compile for: h200, cpu:N (N threads), workers:N (N SMs without loaders, flags and fusion, to compare with).
+    /// What to compile for: h200, cpu:N (N threads), workers:N (N SMs without loaders, flags and fusion, to compare
+    /// with).
     #[arg(long, value_name = "TARGET", default_value = "h200", value_parser = parse_target)]
     target: Target,
     /// Positions of the KV cache the pass attends over (models only): 512, or as many as the model has.
@@ -370,8 +371,8 @@ fn timeline<'a>(program: &'a Program, planned: &Planned<'_>, target: &str) -> Ti
     }
 }
 
-/// The trace event format that Chrome's tracing and Perfetto read: complete events, two tracks per worker. Copies of one
-/// task that follow each other without a gap are one event.
+/// The trace event format that Chrome's tracing and Perfetto read: complete events, two tracks per worker. Copies of
+/// one task that follow each other without a gap are one event.
 fn write_trace(
     file: &mut dyn std::io::Write,
     program: &Program,

@@ -53,8 +53,8 @@ pub fn files() -> Vec<File> {
     ]
 }
 
-/// `y = softmax(scale * q . k^T, sink) . v` of up to `d` dimensions, `positions` keys and values at a time, with exponentials of 2. A row's sink is
-/// a score of no value, in powers of 2, too.
+/// `y = softmax(scale * q . k^T, sink) . v` of up to `d` dimensions, `positions` keys and values at a time, with
+/// exponentials of 2. A row's sink is a score of no value, in powers of 2, too.
 pub fn flash_attention(d: u32, positions: u32) -> Body {
     let doc = format!(
         "y = softmax(scale * q . k^T) . v, base 2, of up to {d} columns, over the positions that each row sees, and a score without value."
@@ -72,8 +72,8 @@ pub fn flash_attention(d: u32, positions: u32) -> Body {
     body
 }
 
-/// What a share of the positions adds up to, for the macro kernel `attention_merge`: in each row of `found` the largest score, in powers of e as all are
-/// there, the total, two columns that are nobody's, and the sums.
+/// What a share of the positions adds up to, for the macro kernel `attention_merge`: in each row of `found` the largest
+/// score, in powers of e as all are there, the total, two columns that are nobody's, and the sums.
 pub fn flash_attention_share(d: u32, positions: u32) -> Body {
     let doc = format!(
         "found = max, total, and sums of exp2(scale * q . k^T - max) . v, of up to {d} columns, over a share of the positions that each row sees, and a score without value."
@@ -93,8 +93,8 @@ pub fn flash_attention_share(d: u32, positions: u32) -> Body {
     body
 }
 
-/// What a share of the positions adds up to, for [`merge`]: in each row of `found` `d` sums, their largest score and their total. `k` and
-/// `v` are caches of pages: position t lies in row `pages(t)`.
+/// What a share of the positions adds up to, for [`merge`]: in each row of `found` `d` sums, their largest score and
+/// their total. `k` and `v` are caches of pages: position t lies in row `pages(t)`.
 pub fn attend_share(d: u32, positions: u32) -> Body {
     let doc = format!(
         "found = sums of exp2(scale * q . k^T - max) . v, max, total, of {d} columns, over a share of the positions that each row sees."
@@ -118,10 +118,12 @@ struct Found {
     total: TileId,
 }
 
-/// A largest score of positions of which a row sees none. Less than all scores, and a number: differences of it are, too.
+/// A largest score of positions of which a row sees none. Less than all scores, and a number: differences of it are,
+/// too.
 const NOTHING: f32 = -1e30;
 
-/// Attends to positions up to `end`. A row's running maximum and total are corrected as blocks come (Milakov and Gimelshein 2018).
+/// Attends to positions up to `end`. A row's running maximum and total are corrected as blocks come (Milakov and
+/// Gimelshein 2018).
 fn attend(body: &mut Body, queries: TileId, positions: u32, [q, k, v]: [GlobalId; 3], end: Extent) -> Found {
     let Place::Own { columns: d } = body.tiles[queries.0].place else { unreachable!("queries are a warp's own") };
     let scale = body.scalar("scale");
@@ -154,8 +156,8 @@ fn attend(body: &mut Body, queries: TileId, positions: u32, [q, k, v]: [GlobalId
     Found { sums, max, total }
 }
 
-/// Makes each row's sink one of its scores, of which a row without one has -inf, which changes nothing: the total is with it, and returned are the maximum
-/// and what the sums are yet to be multiplied with.
+/// Makes each row's sink one of its scores, of which a row without one has -inf, which changes nothing: the total is
+/// with it, and returned are the maximum and what the sums are yet to be multiplied with.
 fn with_sinks(body: &mut Body, found: &Found) -> [TileId; 2] {
     let Found { max, total, .. } = *found;
     let [sink, all, shrink] = ["sink", "all", "shrink"].map(|name| body.tile(name, Place::PerRow));
@@ -166,7 +168,8 @@ fn with_sinks(body: &mut Body, found: &Found) -> [TileId; 2] {
     [all, shrink]
 }
 
-/// `y = ` what shares of the positions found together, each in `d + 8` columns of `found`, as [`attend_share`] left them in the first `d + 2`.
+/// `y = ` what shares of the positions found together, each in `d + 8` columns of `found`, as [`attend_share`] left
+/// them in the first `d + 2`.
 pub fn merge(d: u32) -> Body {
     let doc = format!("y = what shares of the positions found together, {} columns of `found` each.", d + 8);
     let (mut body, [found, y]) = Body::new(&format!("merge_{d}"), &doc, ["found", "y"]);
@@ -231,7 +234,8 @@ pub fn back_to_back() -> Body {
     body
 }
 
-/// `y = rms_norm(x) . w^T`: `g` are the norm's weights, a row. What norms a row is found first, and multiplies the sums.
+/// `y = rms_norm(x) . w^T`: `g` are the norm's weights, a row. What norms a row is found first, and multiplies the
+/// sums.
 pub fn normed_linear() -> Body {
     let doc = "y = (x / rms(x) * g) . w^T; `mean` is 1 over the columns.";
     let (mut body, [x, g, w, y]) = Body::new("normed_linear", doc, ["x", "g", "w", "y"]);
@@ -265,7 +269,8 @@ pub fn normed_linear() -> Body {
     body
 }
 
-/// `y += (silu(x . gate^T) * (x . up^T)) . down^T`, of as many columns between as the block has rows of `gate`: a task of a split product.
+/// `y += (silu(x . gate^T) * (x . up^T)) . down^T`, of as many columns between as the block has rows of `gate`: a task
+/// of a split product.
 pub fn gated_mlp() -> Body {
     let doc = "y += (silu(x . gate^T) * (x . up^T)) . down^T.";
     let (mut body, [x, gate, up, down, y]) = Body::new("gated_mlp", doc, ["x", "gate", "up", "down", "y"]);

@@ -1,16 +1,16 @@
 //! Judges a body.
 //!
-//! 0. What is named is the body's: tiles, operands, loops, and arguments. Names are Rust identifiers, and no two things in reach of each
-//!    other have one. A body that breaks this is judged no further.
-//! 1. Tiles have shapes that their level takes: columns of Shared and Own are multiples of 64, of Eights of 32 up to 128, of Sixteens 64 or 128;
-//!    Shared has rows in multiples of 32, up to 128, and at least one stage.
+//! 0. What is named is the body's: tiles, operands, loops, and arguments. Names are Rust identifiers, and no two things
+//!    in reach of each other have one. A body that breaks this is judged no further.
+//! 1. Tiles have shapes that their level takes: columns of Shared and Own are multiples of 64, of Eights of 32 up to
+//!    128, of Sixteens 64 or 128; Shared has rows in multiples of 32, up to 128, and at least one stage.
 //! 2. Each operation has its operands on the levels, and with the shapes, that it takes.
 //! 3. What is read has been written before: on the way in, or in each round of a loop around both.
 //! 4. A Shared tile is loaded once, in a loop's round or outside all, and read there or in loops inside.
 //! 5. Loads of one round have tiles of as many stages; outside all loops one.
 //! 6. The tiles in shared memory have room.
-//! 7. What is written is not read; and no two writes of an operand, nor two rounds of a loop, write the same column of it by different
-//!    lanes.
+//! 7. What is written is not read; and no two writes of an operand, nor two rounds of a loop, write the same column of
+//!    it by different lanes.
 
 use super::*;
 use std::collections::{HashMap, HashSet};
@@ -201,8 +201,8 @@ impl Judge<'_> {
         }
     }
 
-    /// Rules 2 and 3, and the half of 4 that says who may read, of `steps` in `loops`, with their steps; `written` are the tiles written on
-    /// the way.
+    /// Rules 2 and 3, and the half of 4 that says who may read, of `steps` in `loops`, with their steps; `written` are
+    /// the tiles written on the way.
     fn steps(&mut self, steps: &[Step], loops: &mut Vec<(LoopId, u32)>, written: &mut [bool]) {
         for step in steps {
             match step {

@@ -1,7 +1,7 @@
 //! From a plan to Rust: a function of the device crate.
 //!
-//! Levels and shapes are types there, so that what `check` should have refused does not compile. The text has line breaks and indentation,
-//! but is meant for rustfmt.
+//! Levels and shapes are types there, so that what `check` should have refused does not compile. The text has line
+//! breaks and indentation, but is meant for rustfmt.
 
 use super::bodies::File;
 use super::plan::{Act, Plan, Scope, stages};
@@ -406,7 +406,8 @@ impl Emitter<'_, '_> {
         }
     }
 
-    /// `expr`, in brackets where its operator binds less than `level`; numbers of `matrices`, at most two, are the closure's arguments.
+    /// `expr`, in brackets where its operator binds less than `level`; numbers of `matrices`, at most two, are the
+    /// closure's arguments.
     fn expr(&mut self, expr: &Expr, matrices: &[TileId], level: u8) -> String {
         let (text, own) = match expr {
             Expr::Tile(tile) if matrices.first() == Some(tile) => ("x".to_owned(), 3),

@@ -1,13 +1,13 @@
-//! Judges a plan by running it: on threads with vector clocks, over memory whose every cell remembers who touched it when, and what was
-//! written.
+//! Judges a plan by running it: on threads with vector clocks, over memory whose every cell remembers who touched it
+//! when, and what was written.
 //!
 //! 1. Of two accesses of a cell by different threads, one of them a write, one happens before the other.
-//! 2. Copies count as writes from when they are begun until they are waited for: nobody touches their cells meanwhile, and who comes
-//!    after has met who waited.
+//! 2. Copies count as writes from when they are begun until they are waited for: nobody touches their cells meanwhile,
+//!    and who comes after has met who waited.
 //! 3. What is read is what this block, and this round of the loop that loads it, has put there.
 //!
-//! Two warps of two threads stand for all. A cell is what one thread writes of a tile: of a Shared one each thread copies its share and
-//! all read all of it, of an Own one each lane writes its share and its warp reads all of it.
+//! Two warps of two threads stand for all. A cell is what one thread writes of a tile: of a Shared one each thread
+//! copies its share and all read all of it, of an Own one each lane writes its share and its warp reads all of it.
 
 use super::plan::{Act, Plan, Scope};
 use super::*;

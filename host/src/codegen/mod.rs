@@ -1,8 +1,8 @@
 //! Bodies of macro kernels as graphs over the memory hierarchy, and the Rust that is generated from them.
 //!
-//! A [`Body`] says what a block computes and on which level of memory each tile of it lies; it says nothing of barriers, stages or
-//! addresses. Its operations are the macro kernels of the levels (the device crate's `gpu::tile`), in the order in which a thread
-//! would make them:
+//! A [`Body`] says what a block computes and on which level of memory each tile of it lies; it says nothing of
+//! barriers, stages or addresses. Its operations are the macro kernels of the levels (the device crate's `gpu::tile`),
+//! in the order in which a thread would make them:
 //!
 //! ```text
 //! Global     rows of an operand, or those that an index says     load ▼ (cp.async)   split ▼ (two bf16 terms)   read ▼   ▲ write, add
@@ -14,16 +14,16 @@
 //! Body ─▶ Plan ─▶ Rust, committed in device/src
 //! WHAT    WHO waits for whom
 //! ```
-//! [`check()`] judges a body.
-//! [`plan`](plan::plan()) moves loads ahead by as many stages as their tiles have and finds the barriers and waits: from who touches
-//! which part of a tile, as a thread's copies under way, a warp, or the block. [`judge`](judge::judge()) runs what was planned on
-//! threads with vector clocks and shares no code with it. [`emit`](emit::emit()) writes what was planned as Rust, which leaves its tiles behind a
-//! fence between proxies: what comes next may bring others there by bulk copies. [`bodies`] are the
-//! library's own; a test generates their files again.
+//! [`check()`] judges a body. [`plan`](plan::plan()) moves loads ahead by as many stages as their tiles have and finds
+//! the barriers and waits: from who touches which part of a tile, as a thread's copies under way, a warp, or the block.
+//! [`judge`](judge::judge()) runs what was planned on threads with vector clocks and shares no code with it.
+//! [`emit`](emit::emit()) writes what was planned as Rust, which leaves its tiles behind a fence between proxies: what
+//! comes next may bring others there by bulk copies. [`bodies`] are the library's own; a test generates their files
+//! again.
 //!
-//! The levels, nested loops and access maps are TiledKernel's; that a copy is one verb whose kind follows from the two levels is
-//! TileLang's; that synchronisation is found and not written is Cypress's (Yadav et al. 2025). Barriers are placed as late as they
-//! may be, which needs the fewest on a straight line.
+//! The levels, nested loops and access maps are TiledKernel's; that a copy is one verb whose kind follows from the two
+//! levels is TileLang's; that synchronisation is found and not written is Cypress's (Yadav et al. 2025). Barriers are
+//! placed as late as they may be, which needs the fewest on a straight line.
 
 pub mod bodies;
 mod check;
@@ -56,7 +56,8 @@ pub struct GlobalId(pub usize);
 pub struct Global {
     /// Its name, a Rust identifier.
     pub name: String,
-    /// Whose rows it has, and the name of the index that says which: an argument of the body. Reads gather and writes scatter.
+    /// Whose rows it has, and the name of the index that says which: an argument of the body. Reads gather and writes
+    /// scatter.
     pub through: Option<(GlobalId, String)>,
 }
 
@@ -81,7 +82,8 @@ pub enum Place {
         /// Its columns.
         columns: u32,
     },
-    /// In registers, 16 rows of each warp, f32, a lane's columns by eight of 32: as products take and, by rows, make them.
+    /// In registers, 16 rows of each warp, f32, a lane's columns by eight of 32: as products take and, by rows, make
+    /// them.
     Eights {
         /// Its columns.
         columns: u32,
@@ -111,10 +113,12 @@ pub enum Extent {
     Rows(GlobalId),
     /// Over its columns.
     Columns(GlobalId),
-    /// Over what the block's rows see of an operand's rows: arguments of the body say how much each row does, which may be more than there are, and
-    /// that it sees no more than the last `window` of these, so that the loop begins with the step in which the first row's begin.
+    /// Over what the block's rows see of an operand's rows: arguments of the body say how much each row does, which may
+    /// be more than there are, and that it sees no more than the last `window` of these, so that the loop begins with
+    /// the step in which the first row's begin.
     Seen(GlobalId),
-    /// Over a share of that, from its first to its end: an argument of the body, which other blocks have other shares in.
+    /// Over a share of that, from its first to its end: an argument of the body, which other blocks have other shares
+    /// in.
     Share,
 }
 
@@ -201,7 +205,8 @@ pub enum Expr {
     Reciprocal(Box<Expr>),
     /// 1 / sqrt(a).
     ReciprocalRoot(Box<Expr>),
-    /// The number where the row sees the column, counted from the loop's, and it is in the share where there is one; else -inf.
+    /// The number where the row sees the column, counted from the loop's, and it is in the share where there is one;
+    /// else -inf.
     Visible(LoopId, Box<Expr>),
 }
 
@@ -421,7 +426,8 @@ pub struct Body {
 }
 
 impl Body {
-    /// One with these operands, of which the last is written, row by row, and the others read. [`rows`](Body::rows) is the last, too.
+    /// One with these operands, of which the last is written, row by row, and the others read. [`rows`](Body::rows) is
+    /// the last, too.
     pub fn new<const N: usize>(name: &str, doc: &str, globals: [&str; N]) -> (Body, [GlobalId; N]) {
         let body = Body {
             name: name.to_owned(),

@@ -1,11 +1,12 @@
 //! From a body to what its threads do: loads ahead, waits and barriers.
 //!
-//! Loads of a loop's round are begun together, a group of copies, as many rounds ahead as their tiles have stages, less one: the first of
-//! them before the loop, the others in it, just before the first operation that reads one. What runs beside is then all that a round
-//! computes.
+//! Loads of a loop's round are begun together, a group of copies, as many rounds ahead as their tiles have stages, less
+//! one: the first of them before the loop, the others in it, just before the first operation that reads one. What runs
+//! beside is then all that a round computes.
 //!
-//! Synchronisation is found by walking through what one thread does, each loop taken zero to several times by itself, on all these ways at
-//! once, and looking at each two accesses of one tile (of one stage of it), one of them a write, by different threads:
+//! Synchronisation is found by walking through what one thread does, each loop taken zero to several times by itself,
+//! on all these ways at once, and looking at each two accesses of one tile (of one stage of it), one of them a write,
+//! by different threads:
 //!
 //! | the earlier one | the later one | between them |
 //! | --- | --- | --- |
@@ -13,9 +14,9 @@
 //! | of a warp's own rows | of the same | the warp's |
 //! | any other | any | the block's |
 //!
-//! A barrier that lacks goes just before the later access, or before the loop around it that the earlier one is outside of: as late as it
-//! may stand, where it serves most. A wait goes before a barrier that is there already, if one is. What a barrier placed later makes
-//! superfluous is taken out in the end.
+//! A barrier that lacks goes just before the later access, or before the loop around it that the earlier one is outside
+//! of: as late as it may stand, where it serves most. A wait goes before a barrier that is there already, if one is.
+//! What a barrier placed later makes superfluous is taken out in the end.
 
 use super::check::load_of;
 use super::*;
@@ -35,8 +36,8 @@ pub enum Scope {
 pub enum Act {
     /// An operation, no load.
     Do(Op),
-    /// Begins the copies of these loads for the round that is `ahead` rounds after this one, or, before loop `of`, for its round
-    /// `ahead`: of one that there is. They are a group, even if there is none.
+    /// Begins the copies of these loads for the round that is `ahead` rounds after this one, or, before loop `of`, for
+    /// its round `ahead`: of one that there is. They are a group, even if there is none.
     Begin {
         /// The loop whose rounds are meant; none outside all.
         of: Option<LoopId>,
@@ -205,8 +206,8 @@ enum Rounds {
     Any,
 }
 
-/// The walks in which a plan has to lack nothing. The last would do; but what a round needs of the one before decides where barriers
-/// stand best, so the one of many rounds comes first.
+/// The walks in which a plan has to lack nothing. The last would do; but what a round needs of the one before decides
+/// where barriers stand best, so the one of many rounds comes first.
 const WALKS: [Rounds; 5] = [Rounds::Each(6), Rounds::Each(2), Rounds::Each(1), Rounds::Each(0), Rounds::Any];
 
 /// A walk through a plan, on all ways at once.
@@ -214,8 +215,8 @@ struct Walk {
     rounds: Rounds,
     /// The loops around, outermost first: which, the round, of how many.
     open: Vec<(LoopId, u32, u32)>,
-    /// What is not over on one of the ways. Each access comes to its end by itself, whatever else is there, so it need not be known which
-    /// of them have come together.
+    /// What is not over on one of the ways. Each access comes to its end by itself, whatever else is there, so it need
+    /// not be known which of them have come together.
     pending: Vec<Access>,
 }
 
@@ -263,8 +264,8 @@ impl Plan {
         Ok(())
     }
 
-    /// How often loop `id` goes round. Where a round's loads are begun so many stages ahead, what differs is whether there are so many
-    /// rounds, and whether stages come again.
+    /// How often loop `id` goes round. Where a round's loads are begun so many stages ahead, what differs is whether
+    /// there are so many rounds, and whether stages come again.
     fn ends(&self, id: LoopId, rounds: Rounds) -> std::ops::RangeInclusive<u32> {
         match rounds {
             Rounds::Each(end) => end..=end,
@@ -276,7 +277,8 @@ impl Plan {
         }
     }
 
-    /// Does `act`, which stands at `at` of the list at `path`; where it is of a loop that comes, that one goes round `end` times.
+    /// Does `act`, which stands at `at` of the list at `path`; where it is of a loop that comes, that one goes round
+    /// `end` times.
     fn step(&self, act: &Act, at: usize, end: u32, path: &mut Path, walk: &mut Walk) -> Result<(), Lack> {
         path.push(at);
         match act {

@@ -168,7 +168,8 @@ impl Link {
         parts
     }
 
-    /// Where those that each worker's loader has in each program start, and all of them: `own` are a plan's, whose `source` becomes a binding.
+    /// Where those that each worker's loader has in each program start, and all of them: `own` are a plan's, whose
+    /// `source` becomes a binding.
     fn loads<T: Copy>(
         &self,
         programs: &[Program],

@@ -1,5 +1,5 @@
-//! A probe of straight code, made here as PTX: what instructions cost by how many of them come again, since rustc has no way to write a
-//! given number of them.
+//! A probe of straight code, made here as PTX: what instructions cost by how many of them come again, since rustc has
+//! no way to write a given number of them.
 
 use perpetua_shared::launch::TASK_THREADS;
 use perpetua_shared::probe::ProbeParams;
@@ -19,8 +19,8 @@ const SEGMENTS: u32 = 32;
 pub(super) const STEP_KIB: u32 = SEGMENT * 16 / 1024;
 pub(super) const MOST_KIB: u32 = SEGMENTS * STEP_KIB;
 
-/// The module. A block runs the first `n_tiles` segments `rounds` times and says in `out[block]` how many ns that took: multiplications
-/// and additions in eight chains, of which none waits for its neighbour, on all warps.
+/// The module. A block runs the first `n_tiles` segments `rounds` times and says in `out[block]` how many ns that took:
+/// multiplications and additions in eight chains, of which none waits for its neighbour, on all warps.
 pub(super) fn ptx() -> String {
     let mut text = format!(
         ".version 8.1\n.target sm_90a\n.address_size 64\n.visible .entry {ENTRY}(\n.param .align 8 .b8 {ENTRY}_param_0[{}]\n)\n{{\n\

@@ -1,5 +1,5 @@
-//! The calls of the CUDA driver that perpetua makes, as a trait: libcuda is one implementation, a fake that runs the same
-//! kernel on the simulated GPU another.
+//! The calls of the CUDA driver that perpetua makes, as a trait: libcuda is one implementation, a fake that runs the
+//! same kernel on the simulated GPU another.
 
 use perpetua_shared::launch::LaunchParams;
 use std::fmt;
@@ -201,8 +201,8 @@ pub struct OperatorNode {
 /// The driver. Calls that need a context use the calling thread's current one.
 ///
 /// # Safety
-/// Implementations do what CUDA's reference says of the function each method is named after; what `unsafe` methods demand
-/// of pointers is theirs to rely on.
+/// Implementations do what CUDA's reference says of the function each method is named after; what `unsafe` methods
+/// demand of pointers is theirs to rely on.
 #[allow(clippy::missing_errors_doc)] // All for the reasons the driver's reference gives, as a `CudaError`.
 pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// cuDriverGetVersion: 1000 times the major and 10 times the minor version of CUDA it implements.
@@ -227,8 +227,8 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     fn synchronize(&self, stream: Stream) -> Result<()>;
     /// cuStreamQuery: whether all its work is done.
     fn is_done(&self, stream: Stream) -> Result<bool>;
-    /// cuModuleLoadDataEx of an image: PTX, ended by a zero byte, or a cubin; and what the JIT compiler has to say, be it nothing. What it holds to be
-    /// wrong is part of the error.
+    /// cuModuleLoadDataEx of an image: PTX, ended by a zero byte, or a cubin; and what the JIT compiler has to say, be
+    /// it nothing. What it holds to be wrong is part of the error.
     fn load_module(&self, image: &[u8]) -> Result<(Module, String)>;
     /// cuModuleUnload.
     fn unload_module(&self, module: Module) -> Result<()>;
@@ -241,7 +241,8 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// cuLaunchCooperativeKernel.
     ///
     /// # Safety
-    /// The kernel takes a parameter of so many bytes, and what that says is as the kernel wants it and stays until it ends.
+    /// The kernel takes a parameter of so many bytes, and what that says is as the kernel wants it and stays until it
+    /// ends.
     unsafe fn launch(&self, launch: &Launch) -> Result<()>;
     /// cuGraphCreate.
     fn create_graph(&self) -> Result<Graph>;

@@ -1,9 +1,9 @@
-//! A driver without a GPU: it keeps a record of every call, does the work of a stream only when somebody waits for it, and
-//! runs the persistent kernel: its source on the simulated GPU, or the PTX that it was handed ([`Runs`]).
+//! A driver without a GPU: it keeps a record of every call, does the work of a stream only when somebody waits for it,
+//! and runs the persistent kernel: its source on the simulated GPU, or the PTX that it was handed ([`Runs`]).
 //!
-//! It holds its callers to what the driver's reference demands: a context is current, pointers lie in what was allocated
-//! and copies between host and device use pinned memory, nothing is freed twice, blocks fit. What a caller gets wrong is an
-//! error with the code a driver would give, or, where a driver would do damage, a panic.
+//! It holds its callers to what the driver's reference demands: a context is current, pointers lie in what was
+//! allocated and copies between host and device use pinned memory, nothing is freed twice, blocks fit. What a caller
+//! gets wrong is an error with the code a driver would give, or, where a driver would do damage, a panic.
 
 use super::code_probe;
 use super::driver::{
@@ -89,8 +89,8 @@ impl Options {
 pub struct Fake {
     options: Options,
     state: Mutex<State>,
-    /// Held by whoever does the work of streams: one at a time, so that a kernel needs no lock of the state's, and other threads'
-    /// calls get through while it runs. Taken before the state's.
+    /// Held by whoever does the work of streams: one at a time, so that a kernel needs no lock of the state's, and
+    /// other threads' calls get through while it runs. Taken before the state's.
     work: Mutex<()>,
 }
 
@@ -126,7 +126,8 @@ struct Launched {
     gap_ns: u64,
 }
 
-/// The module that `text` is. Those read last are kept: every engine loads the same few, and to read one takes as long as a short run.
+/// The module that `text` is. Those read last are kept: every engine loads the same few, and to read one takes as long
+/// as a short run.
 fn parsed(text: &str) -> std::result::Result<Arc<ptx::Module>, ptx::PtxError> {
     static READ: Mutex<VecDeque<(String, Arc<ptx::Module>)>> = Mutex::new(VecDeque::new());
     const KEPT: usize = 3;
@@ -238,7 +239,8 @@ impl Fake {
         self.state().report.clone()
     }
 
-    /// What was made and not given back: contexts, streams, modules, graphs, allocations on the device and of pinned memory.
+    /// What was made and not given back: contexts, streams, modules, graphs, allocations on the device and of pinned
+    /// memory.
     pub fn leaks(&self) -> Vec<String> {
         let state = self.state();
         let counts = [
@@ -284,8 +286,8 @@ impl Fake {
         Ok(state)
     }
 
-    /// Does the copies that come first in streams other than `stream`: they are what may run beside its kernel. The caller does
-    /// the work.
+    /// Does the copies that come first in streams other than `stream`: they are what may run beside its kernel. The
+    /// caller does the work.
     fn copy_beside(&self, stream: Stream) -> Result<()> {
         let next = || {
             let state = self.state();
@@ -483,7 +485,8 @@ fn run_source(memory: Vec<Range>, launch: &Launched, seed: u64, began_ns: u64, h
     let word = |param: usize| bytemuck::pod_read_unaligned::<u32>(&launch.params[param]);
     let params = &launch.params[0];
     let kernel = || {
-        // SAFETY: the caller of `Driver::launch` or `launch_graph` promised that the parameters are as the kernel wants them.
+        // SAFETY: the caller of `Driver::launch` or `launch_graph` promised that the parameters are as the kernel wants
+        // them.
         unsafe {
             if is_probe {
                 let params: ProbeParams = bytemuck::pod_read_unaligned(params);
@@ -505,8 +508,8 @@ fn run_source(memory: Vec<Range>, launch: &Launched, seed: u64, began_ns: u64, h
     };
     let allocation = |range: Range| {
         let base = std::ptr::with_exposed_provenance_mut(range.at as usize);
-        // SAFETY: inside an allocation of this driver, which stays while work is done (`free` waits), and which the launch alone
-        // touches, and copies between its threads' turns.
+        // SAFETY: inside an allocation of this driver, which stays while work is done (`free` waits), and which the
+        // launch alone touches, and copies between its threads' turns.
         unsafe { Allocation::new(range.name, base, range.bytes as usize, range.access) }
     };
     let ran = simt::launch_beside(&options, memory.into_iter().map(allocation).collect(), host, kernel);

@@ -12,8 +12,8 @@ use std::fmt;
 /// Where the library is looked for, the system's own names for it.
 const NAMES: &[&str] = if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so.1", "libcuda.so"] };
 
-/// Declares the table of functions and how it is filled: the name in this program, the symbol, the types of its arguments.
-/// All of them return a `CUresult`.
+/// Declares the table of functions and how it is filled: the name in this program, the symbol, the types of its
+/// arguments. All of them return a `CUresult`.
 macro_rules! functions {
     ($($field:ident = $symbol:literal ($($argument:ty),*);)*) => {
         struct Functions {
@@ -238,8 +238,8 @@ fn handle(number: usize) -> Handle {
     std::ptr::with_exposed_provenance_mut(number)
 }
 
-// SAFETY: every method calls the function it is named after with the arguments its reference asks for; results are written
-// to locals of the right size.
+// SAFETY: every method calls the function it is named after with the arguments its reference asks for; results are
+// written to locals of the right size.
 unsafe impl Driver for LibCuda {
     fn version(&self) -> Result<u32> {
         let mut version = 0;

@@ -2,8 +2,8 @@
 //!
 //! [`Gpu::open`] opens libcuda, if there is one, and takes the first device that can run this build's GPU code;
 //! [`Gpu::adopt`] uses a context and a stream that the program already has (its raw handles, whatever crate made them).
-//! [`driver`] is the list of calls made, as a trait; [`libcuda`] the real one; [`fake`] keeps a record of them and runs the
-//! kernel on the simulated GPU, so that everything above the trait is tested without a GPU.
+//! [`driver`] is the list of calls made, as a trait; [`libcuda`] the real one; [`fake`] keeps a record of them and runs
+//! the kernel on the simulated GPU, so that everything above the trait is tested without a GPU.
 
 mod code_probe;
 pub mod driver;
@@ -25,8 +25,8 @@ pub(crate) use ticket::Ticket;
 pub use upload::upload_threads;
 pub(crate) use upload::{Piece, upload};
 
-/// Compute capability the GPU code is compiled for. It is architecture-specific code (`sm_90a`): neither older nor newer
-/// chips run it.
+/// Compute capability the GPU code is compiled for. It is architecture-specific code (`sm_90a`): neither older nor
+/// newer chips run it.
 pub const COMPUTE_CAPABILITY: (u32, u32) = (9, 0);
 
 /// Why there is no GPU to run on.
@@ -196,8 +196,8 @@ impl Gpu {
         Err(refusal)
     }
 
-    /// The device of a context the program already has: `context` is a `CUcontext`, `stream` a `CUstream` of it, on which the
-    /// kernel is launched; null for a stream of the engine's own. Crates such as cudarc and cust give both
+    /// The device of a context the program already has: `context` is a `CUcontext`, `stream` a `CUstream` of it, on
+    /// which the kernel is launched; null for a stream of the engine's own. Crates such as cudarc and cust give both
     /// (`CudaContext::cu_ctx`, `CudaStream::cu_stream`; `Context::as_raw`, `Stream::as_inner`).
     ///
     /// # Errors
@@ -219,8 +219,8 @@ impl Gpu {
         Gpu::make(driver, context, stream, None)
     }
 
-    /// The device of a cudarc stream, on which the kernel is launched. With cudarc's default stream, which would wait for
-    /// the whole device, engines have streams of their own. The stream lives as long as every engine.
+    /// The device of a cudarc stream, on which the kernel is launched. With cudarc's default stream, which would wait
+    /// for the whole device, engines have streams of their own. The stream lives as long as every engine.
     ///
     /// # Errors
     /// As [`Gpu::adopt`].

@@ -1,5 +1,5 @@
-//! What a GPU can do, measured: the rate at which loaders can read, how long workers take to hear of each other, and how fast
-//! bytes come to it from the host.
+//! What a GPU can do, measured: the rate at which loaders can read, how long workers take to hear of each other, and
+//! how fast bytes come to it from the host.
 
 use super::driver::{CudaError, DevicePtr, Launch, Module, Stream};
 use super::upload::{self, BUFFER_BYTES, Buffers, upload, upload_threads};
@@ -104,7 +104,8 @@ impl Prober {
             param: bytemuck::bytes_of(&params),
         };
         let mut times = vec![0u64; blocks as usize];
-        // SAFETY: the pinned memory holds the times and is used by one copy; allocations are as large; the parameters are as the probe wants them (`read` and the others).
+        // SAFETY: the pinned memory holds the times and is used by one copy; allocations are as large; the parameters
+        // are as the probe wants them (`read` and the others).
         unsafe {
             driver.set(counters, 0, SMALL, self.stream)?;
             driver.launch(&launch)?;
@@ -120,8 +121,8 @@ impl Prober {
         Ok(times.into_iter().map(Duration::from_nanos).collect())
     }
 
-    /// Bytes a second that loaders on `blocks` SMs bring from memory into shared memory by copies of `tile_bytes`, `n_tiles` under way
-    /// at once on each. By the slowest block's time, which is shorter than the launch's.
+    /// Bytes a second that loaders on `blocks` SMs bring from memory into shared memory by copies of `tile_bytes`,
+    /// `n_tiles` under way at once on each. By the slowest block's time, which is shorter than the launch's.
     ///
     /// # Errors
     /// The driver.
@@ -133,8 +134,8 @@ impl Prober {
         self.read_of(READ, self.source_bytes, blocks, params)
     }
 
-    /// Likewise from L2: a quarter of what it holds, since its halves may each hold what both want, or a tile for every SM where that is more;
-    /// `rounds` times.
+    /// Likewise from L2: a quarter of what it holds, since its halves may each hold what both want, or a tile for every
+    /// SM where that is more; `rounds` times.
     ///
     /// # Errors
     /// The driver.
@@ -146,7 +147,8 @@ impl Prober {
         self.read_of(READ, self.quarter_of_l2(blocks, tile_bytes), blocks, params)
     }
 
-    /// Likewise, by copies of sixteen bytes a thread of `warps` warps, as bodies for many rows copy, [`UNDER_WAY`] tiles of `tile_bytes` at once.
+    /// Likewise, by copies of sixteen bytes a thread of `warps` warps, as bodies for many rows copy, [`UNDER_WAY`]
+    /// tiles of `tile_bytes` at once.
     ///
     /// # Errors
     /// The driver.
@@ -163,8 +165,9 @@ impl Prober {
         self.read_of(COPY, bytes, blocks, params)
     }
 
-    /// How long a tile of `tile_bytes`, [`TILE_STEP`](Prober::TILE_STEP) or a multiple, keeps workers on `blocks` SMs whose loaders hand them `tiles` or more: `n_tiles` at most
-    /// at once, brought `from` L2 or memory or only said to be there, and read by those who take them or not.
+    /// How long a tile of `tile_bytes`, [`TILE_STEP`](Prober::TILE_STEP) or a multiple, keeps workers on `blocks` SMs
+    /// whose loaders hand them `tiles` or more: `n_tiles` at most at once, brought `from` L2 or memory or only said to
+    /// be there, and read by those who take them or not.
     ///
     /// # Errors
     /// The driver, or what has been read is not what has been brought.
@@ -233,8 +236,9 @@ impl Prober {
         Ok(times[0] / (2 * rounds))
     }
 
-    /// From one worker's beginning to store a row of some 900 numbers to another's having all of it, and its threads having met:
-    /// behind a counter, as events are; or `by_flags`, as rows of a pass are, of `blocks` workers all of which ask for it.
+    /// From one worker's beginning to store a row of some 900 numbers to another's having all of it, and its threads
+    /// having met: behind a counter, as events are; or `by_flags`, as rows of a pass are, of `blocks` workers all of
+    /// which ask for it.
     ///
     /// # Errors
     /// The driver.
@@ -285,8 +289,8 @@ impl Prober {
         Ok(times.iter().max().copied().unwrap_or_default())
     }
 
-    /// Bytes a second that the bus brings from pinned memory to the device when nothing else is done: at least `bytes`, in large
-    /// copies on several streams.
+    /// Bytes a second that the bus brings from pinned memory to the device when nothing else is done: at least `bytes`,
+    /// in large copies on several streams.
     ///
     /// # Errors
     /// The driver.
@@ -302,14 +306,16 @@ impl Prober {
             let number = copy as usize % BUS_STREAMS;
             let (buffer, stream) = (buffers.buffer(number, 0), buffers.streams[number]);
             let to = self.memory[2].offset(copy % n_places * copy_bytes);
-            // SAFETY: the buffer has as many bytes and nobody writes it; so has the place, of which nobody wants what it holds.
+            // SAFETY: the buffer has as many bytes and nobody writes it; so has the place, of which nobody wants what
+            // it holds.
             unsafe { driver.copy_in(to, buffer, copy_bytes as usize, stream)? };
         }
         buffers.synchronize()?;
         Ok((n_copies * copy_bytes) as f64 / began.elapsed().as_secs_f64().max(1e-9))
     }
 
-    /// How long it takes to make, and to give back, what a host of `cores` cores [uploads](Prober::upload) through, however much that is.
+    /// How long it takes to make, and to give back, what a host of `cores` cores [uploads](Prober::upload) through,
+    /// however much that is.
     ///
     /// # Errors
     /// The driver.
@@ -320,8 +326,8 @@ impl Prober {
         Ok(began.elapsed())
     }
 
-    /// How long `pieces` take to come to the device, one after the other, as weights do when an engine is made on a host of
-    /// `cores` cores.
+    /// How long `pieces` take to come to the device, one after the other, as weights do when an engine is made on a
+    /// host of `cores` cores.
     ///
     /// # Errors
     /// The driver.

@@ -17,8 +17,8 @@ impl fmt::Display for PtxIsa {
     }
 }
 
-/// Versions of CUDA, as drivers say them, and of the PTX ISA that came with each: the release history in NVIDIA's PTX ISA
-/// reference. CUDA 12.6 brought none.
+/// Versions of CUDA, as drivers say them, and of the PTX ISA that came with each: the release history in NVIDIA's PTX
+/// ISA reference. CUDA 12.6 brought none.
 const RELEASES: [(u32, u32, u32); 11] = [
     (12000, 8, 0),
     (12010, 8, 1),
@@ -41,8 +41,9 @@ impl PtxIsa {
         Some(PtxIsa { major: major.parse().ok()?, minor: minor.parse().ok()? })
     }
 
-    /// The newest that a driver takes which implements CUDA `version`: 1000 times its major and 10 times its minor number, as
-    /// cuDriverGetVersion says it. With CUDA newer than any known here, it is at least that. `None` before CUDA 12.0.
+    /// The newest that a driver takes which implements CUDA `version`: 1000 times its major and 10 times its minor
+    /// number, as cuDriverGetVersion says it. With CUDA newer than any known here, it is at least that. `None` before
+    /// CUDA 12.0.
     pub fn of_driver(version: u32) -> Option<PtxIsa> {
         let (_, major, minor) = *RELEASES.iter().rfind(|(cuda, ..)| *cuda <= version)?;
         Some(PtxIsa { major, minor })

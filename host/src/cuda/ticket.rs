@@ -1,5 +1,6 @@
-//! Which runs of this process were launched on a GPU before others. A block takes nearly all of an SM's shared memory, so a run begins when
-//! those launched before it have ended: that nothing is heard of it until then says nothing of its kernel.
+//! Which runs of this process were launched on a GPU before others. A block takes nearly all of an SM's shared memory,
+//! so a run begins when those launched before it have ended: that nothing is heard of it until then says nothing of its
+//! kernel.
 
 use super::Gpu;
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -1,10 +1,10 @@
-//! From the mapped file to the device: several threads copy pieces into pinned memory, from which the device fetches them
-//! while the next are copied. Memory of the host stays bounded, whatever the size of the model.
+//! From the mapped file to the device: several threads copy pieces into pinned memory, from which the device fetches
+//! them while the next are copied. Memory of the host stays bounded, whatever the size of the model.
 //!
-//! The floor is the slower of the disk and the bus. One thread reads a mapped file slower than either; so there are several,
-//! each with a stream and two buffers: while one is under way the other is filled. Their memory is one allocation, since pinning takes the
-//! driver time for every call and every page. And the system is told what is going to be read ([`ask_for`]), as else it reads little more from
-//! the disk than a thread waits for.
+//! The floor is the slower of the disk and the bus. One thread reads a mapped file slower than either; so there are
+//! several, each with a stream and two buffers: while one is under way the other is filled. Their memory is one
+//! allocation, since pinning takes the driver time for every call and every page. And the system is told what is going
+//! to be read ([`ask_for`]), as else it reads little more from the disk than a thread waits for.
 
 use super::Gpu;
 use super::driver::{CudaError, DevicePtr, Pinned, Stream};
@@ -21,29 +21,32 @@ pub(crate) struct Piece<'a> {
     pub(crate) bytes: &'a [u8],
 }
 
-/// A buffer's bytes. Large enough that a copy's start costs little beside it (a bus of 55 GB/s takes 19 us for it), and no larger: pinning
-/// takes the driver time for every page, and what a core has just written is best still in its cache when the device reads it.
+/// A buffer's bytes. Large enough that a copy's start costs little beside it (a bus of 55 GB/s takes 19 us for it), and
+/// no larger: pinning takes the driver time for every page, and what a core has just written is best still in its cache
+/// when the device reads it.
 ///
-/// PERF: an H200's host, whose threads had two of 2 MiB each, allocated one by one, brought 2.47 GB in 99 ms, where the bus takes 46
-/// (2026-11-27). Two threads fill buffers of 8 MiB from the page cache at 4.8 to 5.9 GB/s of a core's time, and of 2 MiB at 6.4 to 7.3 (Xeon,
-/// Emerald Rapids, 2 cores of it, Linux 6.18, 2026-11-22), of 1 MiB as fast (2026-11-27). As much as `read` into them, 6.5 to 7.6, and as with pages
-/// entered into the page table ahead (`MADV_POPULATE_READ`), 7.0 to 7.4: faults are a small part of the time.
+/// PERF: an H200's host, whose threads had two of 2 MiB each, allocated one by one, brought 2.47 GB in 99 ms, where the
+/// bus takes 46 (2026-11-27). Two threads fill buffers of 8 MiB from the page cache at 4.8 to 5.9 GB/s of a core's
+/// time, and of 2 MiB at 6.4 to 7.3 (Xeon, Emerald Rapids, 2 cores of it, Linux 6.18, 2026-11-22), of 1 MiB as fast
+/// (2026-11-27). As much as `read` into them, 6.5 to 7.6, and as with pages entered into the page table ahead
+/// (`MADV_POPULATE_READ`), 7.0 to 7.4: faults are a small part of the time.
 pub(super) const BUFFER_BYTES: usize = 1 << 20;
 
 /// Buffers of a thread.
 const BUFFERS: usize = 2;
 
-/// How many threads bring bytes to a device, on a host of which the process has `cores` cores: one for each, but no fewer than 4,
-/// which wait for the disk for most of their time where it is slow, and no more than 12.
+/// How many threads bring bytes to a device, on a host of which the process has `cores` cores: one for each, but no
+/// fewer than 4, which wait for the disk for most of their time where it is slow, and no more than 12.
 ///
-/// PERF: a core fills buffers from the page cache at 6.5 GB/s (as above; two at 13), so 9 of them do for the 55 GB/s of 16 lanes of
-/// PCIe 5, and 12 where they take memory's bandwidth from each other. That is 24 MiB of pinned memory at most.
+/// PERF: a core fills buffers from the page cache at 6.5 GB/s (as above; two at 13), so 9 of them do for the 55 GB/s of
+/// 16 lanes of PCIe 5, and 12 where they take memory's bandwidth from each other. That is 24 MiB of pinned memory at
+/// most.
 pub fn upload_threads(cores: usize) -> usize {
     cores.clamp(4, 12)
 }
 
-/// Copies all `pieces` with the threads of a host of `cores` cores; `progress` is called with the bytes of each part that has
-/// been handed over.
+/// Copies all `pieces` with the threads of a host of `cores` cores; `progress` is called with the bytes of each part
+/// that has been handed over.
 ///
 /// # Errors
 /// The first call that failed; then some pieces are not there.
@@ -163,8 +166,9 @@ fn worker(
         let Some(part) = parts.get(next.fetch_add(1, Ordering::Relaxed)) else { break };
         ask_for(part.bytes);
         let buffer = buffers.buffer(number, turn % BUFFERS);
-        // SAFETY: the buffer has room for the largest part and is this thread's. Its last copy was the one before the stream's last, and
-        // when that began the stream was idle, so nobody reads it. The part has room on the device (the promise of `upload`'s caller).
+        // SAFETY: the buffer has room for the largest part and is this thread's. Its last copy was the one before the
+        // stream's last, and when that began the stream was idle, so nobody reads it. The part has room on the device
+        // (the promise of `upload`'s caller).
         unsafe {
             buffer.copy_from_nonoverlapping(part.bytes.as_ptr(), part.bytes.len());
             driver.synchronize(stream)?;
@@ -178,13 +182,14 @@ fn worker(
 
 const _: () = assert!(BUFFERS == 2, "a buffer's last copy was the one before the stream's last");
 
-/// Asks the disk for all of `bytes` at once, where they are a mapped file's and not in memory: whoever reads them then waits for the
-/// first only. It is advice: where the system does not take it, it reads ahead as it does for everybody. Of other memory it does no
-/// more than reading would.
+/// Asks the disk for all of `bytes` at once, where they are a mapped file's and not in memory: whoever reads them then
+/// waits for the first only. It is advice: where the system does not take it, it reads ahead as it does for everybody.
+/// Of other memory it does no more than reading would.
 ///
-/// PERF: with the usual read-ahead of 128 KiB, four threads and a disk that `read` gets 1.4 GB/s from: 1.4 GB/s, without it 1.0.
-/// What is in the page cache it slows by up to 5 % (6.9 GB/s of a core's time instead of 7.3), and by 7 to 19 % where a copy is quickest,
-/// from large pages (7.3 to 7.9 instead of 8.5 to 9.1): a core more makes up for that, nothing for a disk that waits.
+/// PERF: with the usual read-ahead of 128 KiB, four threads and a disk that `read` gets 1.4 GB/s from: 1.4 GB/s,
+/// without it 1.0. What is in the page cache it slows by up to 5 % (6.9 GB/s of a core's time instead of 7.3), and by 7
+/// to 19 % where a copy is quickest, from large pages (7.3 to 7.9 instead of 8.5 to 9.1): a core more makes up for
+/// that, nothing for a disk that waits.
 fn ask_for(bytes: &[u8]) {
     #[cfg(target_os = "linux")]
     {
@@ -196,8 +201,8 @@ fn ask_for(bytes: &[u8]) {
         let end = if bytes.is_empty() { 0 } else { before + bytes.len() };
         for from in (0..end).step_by(ASKED_BYTES) {
             let at = bytes.as_ptr().wrapping_sub(before).wrapping_add(from);
-            // SAFETY: this advice changes no byte and takes none away, whatever memory it is of: it reads pages of a file, or such
-            // as have been swapped out. They are those of `bytes`.
+            // SAFETY: this advice changes no byte and takes none away, whatever memory it is of: it reads pages of a
+            // file, or such as have been swapped out. They are those of `bytes`.
             let _ = unsafe { libc::madvise(at.cast_mut().cast(), ASKED_BYTES.min(end - from), libc::MADV_WILLNEED) };
         }
     }

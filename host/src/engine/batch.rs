@@ -1,10 +1,13 @@
-//! Sequences that are decoded together: every pass over the weights makes a token for each. They come and go one by one.
+//! Sequences that are decoded together: every pass over the weights makes a token for each. They come and go one by
+//! one.
 //!
-//! What decides about tokens is in the control block, which workers read, so it is written between runs alone: whoever joins has the run
-//! under way end after its pass, and another goes on from there. What a run ends with is what the next begins with, so that nothing
-//! is read or made twice, and a sequence's tokens do not depend on who came or went meanwhile.
+//! What decides about tokens is in the control block, which workers read, so it is written between runs alone: whoever
+//! joins has the run under way end after its pass, and another goes on from there. What a run ends with is what the
+//! next begins with, so that nothing is read or made twice, and a sequence's tokens do not depend on who came or went
+//! meanwhile.
 //!
-//! How a sequence ends the host finds out by itself, from the tokens it takes: workers end it by the same rules in the same pass.
+//! How a sequence ends the host finds out by itself, from the tokens it takes: workers end it by the same rules in the
+//! same pass.
 
 use super::generation::{Made, Run};
 use super::resident::{Resident, reusable};
@@ -108,9 +111,10 @@ impl<'a> BatchGeneration<'a> {
         }
     }
 
-    /// Another sequence, which joins those under way: they wait while its prompt is read, and go on with the tokens that they would have made
-    /// without it. Returns its number; they count up from 0. With [`GenerateOptions::reuse_prefix`] it gets the free cache that has
-    /// most of its prompt; of several as good, the one that others have left least in.
+    /// Another sequence, which joins those under way: they wait while its prompt is read, and go on with the tokens
+    /// that they would have made without it. Returns its number; they count up from 0. With
+    /// [`GenerateOptions::reuse_prefix`] it gets the free cache that has most of its prompt; of several as good, the
+    /// one that others have left least in.
     ///
     /// ```no_run
     /// # use perpetua::{Engine, EngineConfig, GenerateOptions, Model};
@@ -129,8 +133,9 @@ impl<'a> BatchGeneration<'a> {
     /// ```
     ///
     /// # Errors
-    /// As [`Engine::generate`](super::Engine::generate); no [`room`](BatchGeneration::room); more stop tokens in all than there is room for; or
-    /// the fault of the run under way, whoever's it is, which ends all sequences with [`End::Failed`].
+    /// As [`Engine::generate`](super::Engine::generate); no [`room`](BatchGeneration::room); more stop tokens in all
+    /// than there is room for; or the fault of the run under way, whoever's it is, which ends all sequences with
+    /// [`End::Failed`].
     pub fn add(&mut self, prompt: &[u32], options: &GenerateOptions) -> Result<usize, EngineError> {
         let asked = self.ask(prompt, options)?;
         self.pause()?;
@@ -162,8 +167,8 @@ impl<'a> BatchGeneration<'a> {
         self.slots.iter().filter(|slot| slot.followed.is_none()).count()
     }
 
-    /// Ends sequence `sequence` after the token under way, with [`End::Stopped`], unless it has ended before; others go on. Tokens already made
-    /// can still be taken.
+    /// Ends sequence `sequence` after the token under way, with [`End::Stopped`], unless it has ended before; others go
+    /// on. Tokens already made can still be taken.
     ///
     /// # Errors
     /// The fault of the run under way, which ends all sequences with [`End::Failed`].
@@ -205,8 +210,8 @@ impl<'a> BatchGeneration<'a> {
         self.ready.is_empty() && self.room() == self.slots.len()
     }
 
-    /// The next token if there is one within `patience`; `Ok(None)` says neither that there is one nor that all have ended (see
-    /// [`BatchGeneration::is_ended`]).
+    /// The next token if there is one within `patience`; `Ok(None)` says neither that there is one nor that all have
+    /// ended (see [`BatchGeneration::is_ended`]).
     ///
     /// # Errors
     /// A run's first fault, which ends all sequences with [`End::Failed`].
@@ -270,7 +275,8 @@ impl<'a> BatchGeneration<'a> {
         Ok(())
     }
 
-    /// The sequence in slot `at` has ended, and what it has made has been taken but for a token that waited for another.
+    /// The sequence in slot `at` has ended, and what it has made has been taken but for a token that waited for
+    /// another.
     fn release(&mut self, at: usize, end: End) -> Result<(), EngineError> {
         let slot = &mut self.slots[at];
         let Some(mut followed) = slot.followed.take() else { return Ok(()) };
@@ -367,7 +373,8 @@ impl<'a> BatchGeneration<'a> {
         Ok(number)
     }
 
-    /// Starts a run of the sequences there are, if there are any. None is under way, and nothing is left of the last one.
+    /// Starts a run of the sequences there are, if there are any. None is under way, and nothing is left of the last
+    /// one.
     pub(super) fn go_on(&mut self) -> Result<(), EngineError> {
         let mut control: Control = bytemuck::Zeroable::zeroed();
         control.max_context = self.context as u32;

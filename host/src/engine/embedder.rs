@@ -1,4 +1,5 @@
-//! Sentence embedding models: those that see a sentence at once, as encoders do, and decoders that read it as they read a prompt.
+//! Sentence embedding models: those that see a sentence at once, as encoders do, and decoders that read it as they read
+//! a prompt.
 
 use super::resident::Resident;
 use super::{EngineConfig, EngineError, Model, Plan, sentence_sources};
@@ -19,8 +20,8 @@ pub struct Embedder {
 }
 
 /// Rows of passes for whole sentences of at most `max` tokens, ascending: eight lengths, then four to each doubling, so
-/// that what is computed for nothing is a fifth at most of all but the shortest; beyond 1024 one to each, so that an image has
-/// room for all.
+/// that what is computed for nothing is a fifth at most of all but the shortest; beyond 1024 one to each, so that an
+/// image has room for all.
 fn sentence_rows(max: usize) -> Vec<usize> {
     let lengths = std::iter::successors(Some(16usize), |rows| {
         let step = match rows {
@@ -35,14 +36,16 @@ fn sentence_rows(max: usize) -> Vec<usize> {
     rows
 }
 
-/// Element type of keys and values that no later pass reads, which are the size of a sentence: for GPUs as tensor cores want them, else as they are made.
+/// Element type of keys and values that no later pass reads, which are the size of a sentence: for GPUs as tensor cores
+/// want them, else as they are made.
 pub fn passing_dtype(for_gpu: bool) -> DType {
     if for_gpu { DType::Bf16 } else { DType::F32 }
 }
 
 impl Embedder {
-    /// Compiles `model` and starts its workers. [`EngineConfig::max_context`] and [`EngineConfig::prompt_precision`] are for decoders: an encoder,
-    /// which has no KV cache, takes the longest input it was made for, and sees it at once.
+    /// Compiles `model` and starts its workers. [`EngineConfig::max_context`] and [`EngineConfig::prompt_precision`]
+    /// are for decoders: an encoder, which has no KV cache, takes the longest input it was made for, and sees it at
+    /// once.
     ///
     /// # Errors
     /// From the model folder, the compiler, the memory or the system.
@@ -70,7 +73,8 @@ impl Embedder {
     }
 
     /// The embedding of `text`, after the model's default prompt if it has one, cut to the model's longest input, or to
-    /// [`EngineConfig::max_context`]; [`encode_sentence_within`](model::ModelFolder::encode_sentence_within) says whether it is.
+    /// [`EngineConfig::max_context`]; [`encode_sentence_within`](model::ModelFolder::encode_sentence_within) says
+    /// whether it is.
     ///
     /// # Errors
     /// From the tokenizer or the run.
@@ -78,8 +82,8 @@ impl Embedder {
         self.embed_as(None, text)
     }
 
-    /// As [`Embedder::embed`], after the `prompt` of this name: models that tell queries from documents have one for each, see
-    /// [`SentenceConfig::prompts`](model::SentenceConfig::prompts).
+    /// As [`Embedder::embed`], after the `prompt` of this name: models that tell queries from documents have one for
+    /// each, see [`SentenceConfig::prompts`](model::SentenceConfig::prompts).
     ///
     /// # Errors
     /// As [`Embedder::embed`]; a prompt that the model does not have.

@@ -71,7 +71,8 @@ impl Drop for Run<'_> {
     }
 }
 
-/// A thread that tells a run to stop when its time is over, whoever asks for tokens or does not. It ends when this is dropped.
+/// A thread that tells a run to stop when its time is over, whoever asks for tokens or does not. It ends when this is
+/// dropped.
 #[derive(Debug)]
 struct Timer {
     /// What the thread waits for: that this is dropped.
@@ -122,8 +123,8 @@ pub(super) struct Made<'a> {
     pub(super) taken: usize,
     /// The last one that was taken.
     pub(super) last: Option<u32>,
-    /// That one, when its text ends inside a character, or with what may become a stop string: what follows may complete it,
-    /// and where nothing follows it is this one's text that has the rest.
+    /// That one, when its text ends inside a character, or with what may become a stop string: what follows may
+    /// complete it, and where nothing follows it is this one's text that has the rest.
     pub(super) held: Option<Token>,
     pub(super) end: Option<End>,
 }
@@ -191,13 +192,14 @@ impl Generation<'_> {
         self.run.stopper.stop();
     }
 
-    /// What does the same, from any thread. Where a run is over when it has been started ([`Device::Reference`](super::Device)
-    /// and [`Device::Simt`](super::Device)) it comes too late.
+    /// What does the same, from any thread. Where a run is over when it has been started
+    /// ([`Device::Reference`](super::Device) and [`Device::Simt`](super::Device)) it comes too late.
     pub fn stopper(&self) -> Stopper {
         self.run.stopper.clone()
     }
 
-    /// How many of the prompt's tokens need not be read: see [`GenerateOptions::reuse_prefix`](super::GenerateOptions::reuse_prefix).
+    /// How many of the prompt's tokens need not be read: see
+    /// [`GenerateOptions::reuse_prefix`](super::GenerateOptions::reuse_prefix).
     pub fn reused(&self) -> usize {
         self.reused
     }
@@ -224,8 +226,8 @@ impl Generation<'_> {
         self.made.end
     }
 
-    /// The next token if there is one within `patience`; `Ok(None)` says neither that there is one nor that it has ended
-    /// (see [`Generation::end`] and [`Generation::is_ended`]).
+    /// The next token if there is one within `patience`; `Ok(None)` says neither that there is one nor that it has
+    /// ended (see [`Generation::end`] and [`Generation::is_ended`]).
     ///
     /// # Errors
     /// The run's first fault.

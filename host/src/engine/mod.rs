@@ -52,10 +52,9 @@ pub struct Model {
 }
 
 impl Model {
-    /// Opens the model in folder `dir`: its configuration now, tokenizer and weights when they are first needed (of a tied head the weights now, which say
-    /// whether it is). Weights are mapped, not
-    /// copied: their files must not be changed as long as there is a clone of this or an engine with it. Truncating one ends the process
-    /// (SIGBUS).
+    /// Opens the model in folder `dir`: its configuration now, tokenizer and weights when they are first needed (of a
+    /// tied head the weights now, which say whether it is). Weights are mapped, not copied: their files must not be
+    /// changed as long as there is a clone of this or an engine with it. Truncating one ends the process (SIGBUS).
     ///
     /// # Errors
     /// What is missing in the folder, or what its configuration asks for that this library does not do.
@@ -92,9 +91,10 @@ impl Model {
         Ok(Model { folder: self.folder.clone(), quantized: Some(Arc::new(quantized)) })
     }
 
-    /// Makes what the network reads in another form or order than files have it in, gpt-oss's experts and others, in memory, on all cores, if that has not been
-    /// done: an [`Engine`] does, without saying how far it is. `progress` is called with bytes that have been made, of as many as
-    /// [`Weights::unmade_bytes`](model::Weights::unmade_bytes) says.
+    /// Makes what the network reads in another form or order than files have it in, gpt-oss's experts and others, in
+    /// memory, on all cores, if that has not been done: an [`Engine`] does, without saying how far it is. `progress` is
+    /// called with bytes that have been made, of as many as [`Weights::unmade_bytes`](model::Weights::unmade_bytes)
+    /// says.
     ///
     /// # Errors
     /// Weights that are missing, misshapen or not numbers; too little memory.
@@ -155,7 +155,8 @@ pub enum Device {
 pub struct EngineConfig {
     /// Where it runs.
     pub device: Device,
-    /// CPU workers, `None`: one per core this process may use, no more than a quota of CPU time lasts for; SMs of a GPU, `None`: all; or simulated SMs, `None`: 4.
+    /// CPU workers, `None`: one per core this process may use, no more than a quota of CPU time lasts for; SMs of a
+    /// GPU, `None`: all; or simulated SMs, `None`: 4.
     pub threads: Option<usize>,
     /// Positions of the KV cache; `None`: the model's context, at most [`DEFAULT_MAX_CONTEXT`].
     pub max_context: Option<usize>,
@@ -167,13 +168,14 @@ pub struct EngineConfig {
     /// Compile a pass that decodes this many sequences together, each with a KV cache of its own, for
     /// [`Engine::generate_batch`]: 1 to [`MAX_SEQUENCES`].
     pub sequences: Option<usize>,
-    /// Guess at most this many tokens, 1 to [`MAX_DRAFTS`], of what may follow the next one, wherever the text's last tokens have stood in it before, prompt
-    /// included (prompt lookup decoding), and verify them in the pass that makes the next one: a text that repeats what it was given
-    /// takes fewer passes. What [`Engine::generate`] makes stays the same, on the CPU to the bit, draws included; on a GPU passes of several
-    /// rows round what they multiply to bf16. Batches do without, and so does a launch per operator.
+    /// Guess at most this many tokens, 1 to [`MAX_DRAFTS`], of what may follow the next one, wherever the text's last
+    /// tokens have stood in it before, prompt included (prompt lookup decoding), and verify them in the pass that makes
+    /// the next one: a text that repeats what it was given takes fewer passes. What [`Engine::generate`] makes stays
+    /// the same, on the CPU to the bit, draws included; on a GPU passes of several rows round what they multiply to
+    /// bf16. Batches do without, and so does a launch per operator.
     pub prompt_lookup: Option<usize>,
-    /// The GPU of [`Device::Cuda`]; `None`: the first that will do, see [`Gpu::open`]. Here a program gives a context and a
-    /// stream of its own.
+    /// The GPU of [`Device::Cuda`]; `None`: the first that will do, see [`Gpu::open`]. Here a program gives a context
+    /// and a stream of its own.
     pub gpu: Option<Gpu>,
     /// How CPU workers behave, and where they run.
     pub cpu: threads::Options,
@@ -192,8 +194,8 @@ pub const DEFAULT_MAX_CONTEXT: usize = 4096;
 /// Rows of the passes that read prompts: a short one for short prompts, a long one that reads the weights seldom.
 pub const DEFAULT_CHUNKS: [usize; 3] = [8, 32, 128];
 
-/// [`DEFAULT_CHUNKS`] where products are a tensor core's, of 64 rows at least: fewer take as long. A pass of twice as many rows as a prompt
-/// has gives half of the workers nothing to multiply.
+/// [`DEFAULT_CHUNKS`] where products are a tensor core's, of 64 rows at least: fewer take as long. A pass of twice as
+/// many rows as a prompt has gives half of the workers nothing to multiply.
 pub const GPU_CHUNKS: [usize; 4] = [64, 128, 256, 512];
 
 /// Why an engine cannot be made or cannot go on.
@@ -305,14 +307,16 @@ pub struct GenerateOptions {
     pub top_k: usize,
     /// Seed of the draws.
     pub seed: u64,
-    /// What the logits of tokens that prompt and text have already are divided by, or multiplied with where they are below 0, before all else; 1: nothing
-    /// is done. `None`: that of the model's generation_config.json, as `transformers` takes it, even where the likeliest token is.
+    /// What the logits of tokens that prompt and text have already are divided by, or multiplied with where they are
+    /// below 0, before all else; 1: nothing is done. `None`: that of the model's generation_config.json, as
+    /// `transformers` takes it, even where the likeliest token is.
     pub repetition_penalty: Option<f32>,
-    /// Token ids that end the text, at most 16 different ones ([`MAX_STOP_TOKENS`]), in a batch of all sequences under way together; `None`:
-    /// those of the model's generation_config.json.
+    /// Token ids that end the text, at most 16 different ones ([`MAX_STOP_TOKENS`]), in a batch of all sequences under
+    /// way together; `None`: those of the model's generation_config.json.
     pub stop_tokens: Option<Vec<u32>>,
-    /// Texts that end the text, with [`End::StopString`]: it ends before the first of them, and what may still become one is in no token's
-    /// [text](Token::text) until it cannot. The token that completes one is the last that there is; its text is what stands before it.
+    /// Texts that end the text, with [`End::StopString`]: it ends before the first of them, and what may still become
+    /// one is in no token's [text](Token::text) until it cannot. The token that completes one is the last that there
+    /// is; its text is what stands before it.
     ///
     /// ```no_run
     /// # use perpetua::{Engine, EngineConfig, GenerateOptions, Model};
@@ -325,11 +329,12 @@ pub struct GenerateOptions {
     /// # Ok::<(), perpetua::EngineError>(())
     /// ```
     pub stop_strings: Vec<String>,
-    /// Do not read again what the prompt begins with if the generation before, of this engine, has read or made the same: the next turn of a
-    /// conversation then takes as long as what is new in it. But for the order of sums nothing changes: on the CPU, where prompts are read
-    /// [exactly](PromptPrecision::Exact), not a bit; elsewhere tokens that were made have been rounded as made, not as read. In a batch
-    /// it is about the cache that a sequence [gets](BatchGeneration::add), and what another has left there. A model whose layers
-    /// [pass states](ModelConfig::passes_states) from row to row goes on where the generation before has ended, or reads all.
+    /// Do not read again what the prompt begins with if the generation before, of this engine, has read or made the
+    /// same: the next turn of a conversation then takes as long as what is new in it. But for the order of sums nothing
+    /// changes: on the CPU, where prompts are read [exactly](PromptPrecision::Exact), not a bit; elsewhere tokens that
+    /// were made have been rounded as made, not as read. In a batch it is about the cache that a sequence
+    /// [gets](BatchGeneration::add), and what another has left there. A model whose layers [pass
+    /// states](ModelConfig::passes_states) from row to row goes on where the generation before has ended, or reads all.
     ///
     /// ```no_run
     /// # use perpetua::{ChatMessage, Engine, EngineConfig, GenerateOptions, Model};
@@ -348,8 +353,9 @@ pub struct GenerateOptions {
     /// # Ok::<(), perpetua::EngineError>(())
     /// ```
     pub reuse_prefix: bool,
-    /// The longest a generation may take from its start, its prompt included: then it ends as if told to stop, with the tokens
-    /// made so far and [`End::Deadline`], whether or not somebody asks for them: a thread of its own looks at the clock.
+    /// The longest a generation may take from its start, its prompt included: then it ends as if told to stop, with the
+    /// tokens made so far and [`End::Deadline`], whether or not somebody asks for them: a thread of its own looks at
+    /// the clock.
     pub max_time: Option<Duration>,
 }
 
@@ -376,7 +382,8 @@ impl GenerateOptions {
         self.max_time.and_then(|time| Instant::now().checked_add(time))
     }
 
-    /// Judges what needs no model to be judged: [`Engine::generate`] does, and whoever would rather know it before a model is loaded.
+    /// Judges what needs no model to be judged: [`Engine::generate`] does, and whoever would rather know it before a
+    /// model is loaded.
     ///
     /// # Errors
     /// An option, as given, and what is expected.
@@ -445,8 +452,8 @@ fn check_prompt(model: &Model, context: usize, prompt: &[u32]) -> Result<(), Eng
 pub struct Token {
     /// Its id.
     pub id: u32,
-    /// The text it completes: valid UTF-8, possibly empty while a character is still half there, or a stop string may be. That of the last token
-    /// ends with U+FFFD where the tokens end inside a character.
+    /// The text it completes: valid UTF-8, possibly empty while a character is still half there, or a stop string may
+    /// be. That of the last token ends with U+FFFD where the tokens end inside a character.
     pub text: String,
 }
 
@@ -496,8 +503,9 @@ pub fn pass_name(rows: usize, head: Head) -> String {
     }
 }
 
-/// The passes of a sentence embedding model, as kernel graphs: one per number of rows. Where it [takes a sentence whole](ModelFolder::takes_whole),
-/// there is no `cache`, but its context and type are those of sentences, and of their keys and values; else a sentence may take several.
+/// The passes of a sentence embedding model, as kernel graphs: one per number of rows. Where it [takes a sentence
+/// whole](ModelFolder::takes_whole), there is no `cache`, but its context and type are those of sentences, and of their
+/// keys and values; else a sentence may take several.
 ///
 /// # Errors
 /// What the checkpoint lacks, or an operator that cannot be.
@@ -532,7 +540,8 @@ const _: () = {
     may_change_threads::<BatchGeneration<'static>>();
 };
 
-/// Programs that an engine may have beside those of [`EngineConfig::chunks`]: decoding, a batch's, and the one that verifies.
+/// Programs that an engine may have beside those of [`EngineConfig::chunks`]: decoding, a batch's, and the one that
+/// verifies.
 const OTHER_PROGRAMS: usize = 3;
 
 /// [`EngineConfig`], looked at for one model.
@@ -695,10 +704,11 @@ impl Engine {
         Ok(Generation { run, made, prompt_len: prompt.len(), reused, has_run: has_work })
     }
 
-    /// Starts a generation from each of `prompts`, all decoded together: every pass over the weights makes a token for each
-    /// of them. They are numbered as given; sequence `s` draws with the seed `options.seed + s`, and its tokens are those
-    /// that [`Engine::generate`] makes from its prompt with that seed, on the CPU, to the bit where prompts are read
-    /// [exactly](PromptPrecision::Exact); on a GPU passes of several rows round what they multiply to bf16. Dropping the iterator stops the run.
+    /// Starts a generation from each of `prompts`, all decoded together: every pass over the weights makes a token for
+    /// each of them. They are numbered as given; sequence `s` draws with the seed `options.seed + s`, and its tokens
+    /// are those that [`Engine::generate`] makes from its prompt with that seed, on the CPU, to the bit where prompts
+    /// are read [exactly](PromptPrecision::Exact); on a GPU passes of several rows round what they multiply to bf16.
+    /// Dropping the iterator stops the run.
     ///
     /// ```no_run
     /// # use perpetua::{Engine, EngineConfig, GenerateOptions, Model};
@@ -788,8 +798,8 @@ impl Engine {
         Ok(logits)
     }
 
-    /// The logits that each sequence's token of the last pass over a batch was chosen from, `[sequences, vocab]`. Rows of
-    /// sequences that had ended before mean nothing. `None` where the last run was no batch's, or has made nothing.
+    /// The logits that each sequence's token of the last pass over a batch was chosen from, `[sequences, vocab]`. Rows
+    /// of sequences that had ended before mean nothing. `None` where the last run was no batch's, or has made nothing.
     ///
     /// # Errors
     /// The fault that the batch ended with; or a device that is lost.
@@ -806,8 +816,8 @@ impl Engine {
         Ok(Some(self.resident.read_f32(&output, self.sequences)?))
     }
 
-    /// The logits that the last token of the last generation was chosen from; `None` before there has been one, and where it ended before it had made
-    /// one. Of a batch: [`Engine::batch_logits`].
+    /// The logits that the last token of the last generation was chosen from; `None` before there has been one, and
+    /// where it ended before it had made one. Of a batch: [`Engine::batch_logits`].
     ///
     /// # Errors
     /// The fault that the generation ended with; or a device that is lost.
@@ -818,7 +828,8 @@ impl Engine {
         }
         let last = ProgramId(control.last_program);
         let Some(output) = self.resident.output(last, "logits") else { return Ok(None) };
-        // A pass that verified guesses has a row for each, and ended with the last that counted. Any other has the last one's alone.
+        // A pass that verified guesses has a row for each, and ended with the last that counted. Any other has the last
+        // one's alone.
         let verified = self.resident.compiled.image.view().programs[last.idx()].kind == VERIFIES;
         let rows = if verified { control.step.rows as usize } else { 1 };
         let logits = self.resident.read_f32(&output, rows)?;

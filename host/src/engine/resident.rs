@@ -19,8 +19,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Of `kept` tokens that a cache has, how many `prompt` begins with: what need not be read again. With `whole`, the cache has nothing but what is so after
-/// the last of them.
+/// Of `kept` tokens that a cache has, how many `prompt` begins with: what need not be read again. With `whole`, the
+/// cache has nothing but what is so after the last of them.
 pub(super) fn reusable(kept: usize, prompt: &[u32], whole: bool, token: impl Fn(usize) -> u32) -> usize {
     let alike = (0..kept.min(prompt.len())).take_while(|at| token(*at) == prompt[*at]).count();
     if whole && alike < kept { 0 } else { alike }
@@ -32,14 +32,14 @@ pub struct Resident {
     pub(super) compiled: Compiled,
     executor: Box<dyn Executor>,
     compile_time: Duration,
-    /// So many tokens of the token buffer have their keys and values in the cache, which the last text generation has left there; 0 when
-    /// something else has run since.
+    /// So many tokens of the token buffer have their keys and values in the cache, which the last text generation has
+    /// left there; 0 when something else has run since.
     kept: usize,
 }
 
 impl Resident {
-    /// Compiles `sources` and makes them resident where `config` says, as it says there; what it says of a model (context, chunks, batches)
-    /// is in the sources.
+    /// Compiles `sources` and makes them resident where `config` says, as it says there; what it says of a model
+    /// (context, chunks, batches) is in the sources.
     ///
     /// # Errors
     /// From the compiler, the memory or the system.
@@ -51,8 +51,8 @@ impl Resident {
         Resident::at(sources, weights, Place::of(config)?, &config.just_in_time, |_| {})
     }
 
-    /// As [`Resident::new`], at `place`; `just_in_time` are operators as [`Config::just_in_time`] has them, and `progress` is called with
-    /// the bytes of weights that have been handed to a GPU.
+    /// As [`Resident::new`], at `place`; `just_in_time` are operators as [`Config::just_in_time`] has them, and
+    /// `progress` is called with the bytes of weights that have been handed to a GPU.
     ///
     /// # Errors
     /// As [`Resident::new`].
@@ -90,7 +90,8 @@ impl Resident {
         self.compile_time
     }
 
-    /// Rows `..rows` of an f32 output of rank 2, or its first `rows` elements when it has rank 1; waits for a run to end.
+    /// Rows `..rows` of an f32 output of rank 2, or its first `rows` elements when it has rank 1; waits for a run to
+    /// end.
     ///
     /// # Errors
     /// A device that is lost.
@@ -126,7 +127,8 @@ impl Resident {
         self.kept = if control.n_sequences == 0 { control.step.first_pos as usize } else { 0 };
     }
 
-    /// How many tokens at the start of `prompt` are in the cache, of which a run may go on from any, or, if `whole`, from the last alone.
+    /// How many tokens at the start of `prompt` are in the cache, of which a run may go on from any, or, if `whole`,
+    /// from the last alone.
     pub(super) fn kept_of(&self, prompt: &[u32], whole: bool) -> usize {
         reusable(self.kept, prompt, whole, |at| self.token(at))
     }
@@ -248,8 +250,8 @@ impl Resident {
         self.finish().map(|_| ())
     }
 
-    /// Runs passes over `tokens`, as the first of their sequence: each of the first program that all that are left fit, or of the last one.
-    /// `each` sees what every pass has made of the tokens at these positions.
+    /// Runs passes over `tokens`, as the first of their sequence: each of the first program that all that are left fit,
+    /// or of the last one. `each` sees what every pass has made of the tokens at these positions.
     pub(super) fn read(
         &mut self,
         tokens: &[u32],
@@ -271,7 +273,8 @@ impl Resident {
         Ok(())
     }
 
-    /// Runs one pass of program `program` over its first `rows` rows, or all of them ([`ALL_ROWS`](perpetua_shared::control::ALL_ROWS)): the whole of a graph without a token dimension.
+    /// Runs one pass of program `program` over its first `rows` rows, or all of them
+    /// ([`ALL_ROWS`](perpetua_shared::control::ALL_ROWS)): the whole of a graph without a token dimension.
     ///
     /// # Errors
     /// The first fault; no such program, or more rows than it has.

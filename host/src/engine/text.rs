@@ -1,8 +1,9 @@
 //! What a sequence's tokens say, and where that ends: before the first of its stop strings.
 //!
-//! Workers know tokens, not texts, so a stop string is found by whoever takes the tokens, and the run told to end. Laws:
-//! - Of occurrences the first is the one that is complete first; of those complete at once, the longest. So where the text
-//!   ends does not depend on how it falls into tokens.
+//! Workers know tokens, not texts, so a stop string is found by whoever takes the tokens, and the run told to end.
+//! Laws:
+//! - Of occurrences the first is the one that is complete first; of those complete at once, the longest. So where the
+//!   text ends does not depend on how it falls into tokens.
 //! - What may still become a stop string is withheld until it cannot, or until nothing follows.
 
 use super::{EngineError, Model};
@@ -16,7 +17,8 @@ pub(super) struct Text<'a> {
 }
 
 impl<'a> Text<'a> {
-    /// Of a sequence of `model` that ends before any of `stop_strings`. A model without a tokenizer still generates ids: `None`.
+    /// Of a sequence of `model` that ends before any of `stop_strings`. A model without a tokenizer still generates
+    /// ids: `None`.
     ///
     /// # Errors
     /// A tokenizer that cannot be used; or none, where there are stop strings to find.

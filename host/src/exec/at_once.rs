@@ -35,7 +35,8 @@ pub trait AtOnce: Debug + Send {
     fn loaded(&self) -> &Loaded;
     /// See [`AtOnce::loaded`].
     fn loaded_mut(&mut self) -> &mut Loaded;
-    /// As [`Executor::start_with`], to the run's end, and as [`Executor::finish`]. The first stamp is there, and the sequences have been checked.
+    /// As [`Executor::start_with`], to the run's end, and as [`Executor::finish`]. The first stamp is there, and the
+    /// sequences have been checked.
     ///
     /// # Errors
     /// The first fault.

@@ -1,17 +1,16 @@
-//! The persistent kernel on an NVIDIA GPU: one launch per run of the token loop. Or, to see what that brings, the same bodies
-//! as a launch per operator ([`Mode::PerOperator`]).
+//! The persistent kernel on an NVIDIA GPU: one launch per run of the token loop. Or, to see what that brings, the same
+//! bodies as a launch per operator ([`Mode::PerOperator`]).
 //!
-//! *Memory.* Everything the kernel touches lies in one allocation on the device: the image, the counters, then the bindings. The launch
-//! block that says where is the kernel's parameter. Weights are brought there once, as they lie in the checkpoint: the kernels read rows, so there is
-//! nothing to repack.
-//! *Talking.* Tokens come through the [mailbox](perpetua_shared::launch::Mail), pinned memory of the host that the kernel
-//! writes and never waits for. The control block lies on the device, where 132 workers read it every iteration; the word
-//! `stop` is written there by a copy on a second stream, which runs beside the kernel, by whichever thread tells the run's
-//! [`Stopper`].
-//! *Ending.* The kernel ends by itself: at a stop token, at the bounds in its control block, when it is told to stop, and
-//! when a wait outlasts [`Options::timeout`], which is a fault that names task, event and workers. Should it not, the host
-//! gives up after a few times as long, says so, and leaves the context alone: what a kernel that does not end still writes
-//! must not be given back. When the process dies the driver ends the kernel.
+//! *Memory.* Everything the kernel touches lies in one allocation on the device: the image, the counters, then the
+//! bindings. The launch block that says where is the kernel's parameter. Weights are brought there once, as they lie in
+//! the checkpoint: the kernels read rows, so there is nothing to repack. *Talking.* Tokens come through the
+//! [mailbox](perpetua_shared::launch::Mail), pinned memory of the host that the kernel writes and never waits for. The
+//! control block lies on the device, where 132 workers read it every iteration; the word `stop` is written there by a
+//! copy on a second stream, which runs beside the kernel, by whichever thread tells the run's [`Stopper`]. *Ending.*
+//! The kernel ends by itself: at a stop token, at the bounds in its control block, when it is told to stop, and when a
+//! wait outlasts [`Options::timeout`], which is a fault that names task, event and workers. Should it not, the host
+//! gives up after a few times as long, says so, and leaves the context alone: what a kernel that does not end still
+//! writes must not be given back. When the process dies the driver ends the kernel.
 
 mod device;
 mod drills;
@@ -47,8 +46,9 @@ pub enum Mode {
     /// One launch of the persistent kernel.
     #[default]
     Persistent,
-    /// A CUDA graph for each pass, in which every operator is a launch: what others do, to compare with. Weights come as they do in the
-    /// persistent kernel, but none before their operator's launch; there are no traces, and nothing that could stall.
+    /// A CUDA graph for each pass, in which every operator is a launch: what others do, to compare with. Weights come
+    /// as they do in the persistent kernel, but none before their operator's launch; there are no traces, and nothing
+    /// that could stall.
     PerOperator,
 }
 
@@ -59,11 +59,12 @@ pub struct Options {
     pub mode: Mode,
     /// The longest a worker waits for one event, one row or one tile.
     pub timeout: Duration,
-    /// What is not done. Whether there are [`Technique::Flags`] is a matter of the program that an engine compiles for the GPU, see
-    /// [`Target::has_flags`](crate::graph::lower::Target::has_flags); the rest may be chosen anew for each run, see [`Cuda::leave_out`].
+    /// What is not done. Whether there are [`Technique::Flags`] is a matter of the program that an engine compiles for
+    /// the GPU, see [`Target::has_flags`](crate::graph::lower::Target::has_flags); the rest may be chosen anew for each
+    /// run, see [`Cuda::leave_out`].
     pub without: Techniques,
-    /// Whether the host can read which task each worker began last even when the context is lost: a store through the bus for each task, to
-    /// find what a GPU does not take. Otherwise that is told of stalls alone.
+    /// Whether the host can read which task each worker began last even when the context is lost: a store through the
+    /// bus for each task, to find what a GPU does not take. Otherwise that is told of stalls alone.
     pub recorder: bool,
     /// Tasks of each worker whose times are taken in each run, see [`Cuda::trace`] and [`Cuda::set_tracing`]; 0: none.
     pub n_trace: u32,
@@ -129,8 +130,8 @@ pub struct Cuda {
 }
 
 impl Cuda {
-    /// Makes `compiled`, an image for as many workers as the device has SMs, resident on `gpu`; `progress` is called with
-    /// the bytes of weights and constants that have been handed over.
+    /// Makes `compiled`, an image for as many workers as the device has SMs, resident on `gpu`; `progress` is called
+    /// with the bytes of weights and constants that have been handed over.
     ///
     /// # Errors
     /// A device that lacks the room, the driver, or weights that are not there.
@@ -276,8 +277,8 @@ impl Cuda {
         self.device.driver().is_done(self.device.stream)
     }
 
-    /// Gives up on a run of which nothing has been heard for so long that it cannot end by itself, and which has been told to
-    /// stop in vain.
+    /// Gives up on a run of which nothing has been heard for so long that it cannot end by itself, and which has been
+    /// told to stop in vain.
     fn lose_patience(&mut self) {
         // It begins when those before it have ended.
         if self.ticket.as_ref().is_some_and(Ticket::is_waiting) {

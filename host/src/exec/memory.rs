@@ -50,11 +50,12 @@ impl Drop for Owned {
 /// Bytes that outlive every executor using them: a mapped checkpoint.
 pub type Keep = Arc<dyn std::any::Any + Send + Sync>;
 
-/// Where weights come from. A checkpoint's come from a [`Model`](crate::Model); those in memory from an `Arc<HashMap<String, Vec<u8>>>`.
+/// Where weights come from. A checkpoint's come from a [`Model`](crate::Model); those in memory from an
+/// `Arc<HashMap<String, Vec<u8>>>`.
 ///
 /// # Safety
-/// What [`bytes`](WeightSource::bytes) returns stays where it is, unchanged, as long as what [`keep`](WeightSource::keep) returns, also when the source is gone:
-/// executors read it there.
+/// What [`bytes`](WeightSource::bytes) returns stays where it is, unchanged, as long as what
+/// [`keep`](WeightSource::keep) returns, also when the source is gone: executors read it there.
 pub unsafe trait WeightSource {
     /// The bytes of weight `name`, valid as long as what [`WeightSource::keep`] returns.
     fn bytes(&self, name: &str) -> Option<&[u8]>;

@@ -1,7 +1,7 @@
 //! Running images.
 //!
-//! An [`Executor`] sees an [`Image`](crate::image::Image), the [memory](memory::Memory) its bindings name, and nothing above
-//! them.
+//! An [`Executor`] sees an [`Image`](crate::image::Image), the [memory](memory::Memory) its bindings name, and nothing
+//! above them.
 //!
 //! - [`reference`]: one thread, tasks in program order, plain-loop bodies: the definition of correct.
 //! - [`cuda`]: the persistent kernel on an NVIDIA GPU.
@@ -29,14 +29,17 @@ use perpetua_shared::{Fault, FaultCode, ProgramId};
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
-/// What runs an image. One run is under way at a time: whatever starts another, writes memory or reads outputs waits for its end.
+/// What runs an image. One run is under way at a time: whatever starts another, writes memory or reads outputs waits
+/// for its end.
 pub trait Executor: Debug + Send {
-    /// Starts a run of the token loop from `control`, whose `step` says where. What earlier runs have counted (`program_runs`, the
-    /// iteration) is kept where workers wait for numbers that only grow: those fields of `control` are overwritten. The iteration in which
-    /// `stopper`, of this run alone, is told is the last, or on a GPU the one soon after. An error waits in [`Executor::finish`].
+    /// Starts a run of the token loop from `control`, whose `step` says where. What earlier runs have counted
+    /// (`program_runs`, the iteration) is kept where workers wait for numbers that only grow: those fields of `control`
+    /// are overwritten. The iteration in which `stopper`, of this run alone, is told is the last, or on a GPU the one
+    /// soon after. An error waits in [`Executor::finish`].
     ///
     /// # Panics
-    /// Where `control` asks for what the image does not have: a program, rows, sequences. Positions are the caller's to keep below the context.
+    /// Where `control` asks for what the image does not have: a program, rows, sequences. Positions are the caller's to
+    /// keep below the context.
     fn start_with(&mut self, control: Control, stopper: &Stopper);
 
     /// As [`Executor::start_with`], of a run that nobody stops.
@@ -47,7 +50,8 @@ pub trait Executor: Debug + Send {
     /// Waits for the run to end and says how: the control block as it was left; zeros before there has been one.
     ///
     /// # Errors
-    /// Of the last run, however often it is asked for: its first fault, what the simulated GPU objects to, or a device that is lost.
+    /// Of the last run, however often it is asked for: its first fault, what the simulated GPU objects to, or a device
+    /// that is lost.
     fn finish(&mut self) -> Result<Control, RunError>;
 
     /// Tokens made so far in this run, by all sequences together. Those counted can be read.
@@ -98,8 +102,8 @@ pub trait Executor: Debug + Send {
         Duration::ZERO
     }
 
-    /// What an event costs: from a worker's trigger until another, which has been waiting for it, goes on. `None` where that is not measured,
-    /// or where there is one worker, which waits for none.
+    /// What an event costs: from a worker's trigger until another, which has been waiting for it, goes on. `None` where
+    /// that is not measured, or where there is one worker, which waits for none.
     fn event_cost(&mut self) -> Option<Duration> {
         None
     }

@@ -1,8 +1,9 @@
-//! A program cut into launches: for the executor that runs it operator by operator, as engines without a persistent kernel do.
+//! A program cut into launches: for the executor that runs it operator by operator, as engines without a persistent
+//! kernel do.
 //!
-//! Tasks of an image stand in program order, those of an operator one after the other, and wait only on tasks before them. So
-//! a launch may run consecutive tasks of one operator together, as long as none of them waits on another; and launches that
-//! follow each other, each begun when the one before has ended, order everything that events order.
+//! Tasks of an image stand in program order, those of an operator one after the other, and wait only on tasks before
+//! them. So a launch may run consecutive tasks of one operator together, as long as none of them waits on another; and
+//! launches that follow each other, each begun when the one before has ended, order everything that events order.
 
 use crate::image::Image;
 use std::collections::HashSet;

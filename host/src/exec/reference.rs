@@ -61,8 +61,8 @@ impl AtOnce for Reference {
                 if step.sampling == 0 && task.flags & TaskFlags::ONLY_WHEN_SAMPLING != 0 {
                     continue;
                 }
-                // SAFETY: `image::check` has judged every box inside its binding, and in the first part where the step has
-                // another sequence than the first, of which there are as many (`start_with`); nobody else runs.
+                // SAFETY: `image::check` has judged every box inside its binding, and in the first part where the step
+                // has another sequence than the first, of which there are as many (`start_with`); nobody else runs.
                 let tensors: Vec<Tensor> = view
                     .operands(task)
                     .iter()

@@ -1,5 +1,5 @@
-//! What the kernel reads of an image and never writes, for whoever launches it: the one list of sections, from which follow how much room
-//! they take on a device, what is brought there, and what the launch block says of them.
+//! What the kernel reads of an image and never writes, for whoever launches it: the one list of sections, from which
+//! follow how much room they take on a device, what is brought there, and what the launch block says of them.
 
 use crate::image::{Image, Loads};
 use bytemuck::NoUninit;
@@ -30,7 +30,8 @@ pub(super) struct Sections<'a> {
 }
 
 impl<'a> Sections<'a> {
-    /// Of `image`. They are as large as they will be; what is in them is complete when it is known where its bindings [lie](Sections::bind).
+    /// Of `image`. They are as large as they will be; what is in them is complete when it is known where its bindings
+    /// [lie](Sections::bind).
     pub(super) fn new(image: &'a Image) -> Sections<'a> {
         let view = image.view();
         let n_bindings = image.bindings().len();
@@ -71,8 +72,8 @@ impl<'a> Sections<'a> {
         ]
     }
 
-    /// What a launch block says of the image, whose sections lie at `addresses`, as many as are [listed](Sections::list) and in that order.
-    /// All else in it is zero.
+    /// What a launch block says of the image, whose sections lie at `addresses`, as many as are
+    /// [listed](Sections::list) and in that order. All else in it is zero.
     pub(super) fn launch_params(&self, addresses: impl ExactSizeIterator<Item = u64>) -> LaunchParams {
         let view = &self.view;
         let mut params = LaunchParams {

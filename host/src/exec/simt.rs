@@ -2,9 +2,9 @@
 //!
 //! The launch block, the table of bindings, the counters and the fault record are those of a real launch; blocks are
 //! smaller ([`Options::block_threads`]), so that sums may have another order. The simulated GPU
-//! ([`perpetua_device::simt`]) judges every access and every meeting of threads: an image whose events do not order what
-//! they must, or a body that races, reads what nobody wrote or parts its lanes, ends the run with the task, block, lane
-//! and line.
+//! ([`perpetua_device::simt`]) judges every access and every meeting of threads: an image whose events do not order
+//! what they must, or a body that races, reads what nobody wrote or parts its lanes, ends the run with the task, block,
+//! lane and line.
 
 use super::at_once::{AtOnce, Loaded};
 use super::memory::Memory;
@@ -26,8 +26,9 @@ use std::time::Instant;
 pub struct Options {
     /// Seed of the schedule; each run takes the next one.
     pub seed: u64,
-    /// Threads of a worker's block that run tasks, a multiple of 32; the loader's warp comes on top. `None`: two warps, the
-    /// fewest that can race with each other, or, if the run begins with a pass of more rows than tiles are for, a warpgroup and a warp.
+    /// Threads of a worker's block that run tasks, a multiple of 32; the loader's warp comes on top. `None`: two warps,
+    /// the fewest that can race with each other, or, if the run begins with a pass of more rows than tiles are for, a
+    /// warpgroup and a warp.
     pub block_threads: Option<u32>,
     /// What is not done: not of [`Technique::Flags`](perpetua_shared::Technique::Flags), which are the image's.
     pub without: Techniques,
@@ -43,8 +44,8 @@ impl Default for Options {
 #[derive(Debug)]
 pub struct Simt {
     loaded: Loaded,
-    /// The address of each binding, exposed, as the launch block and the table say them: its memory's, or that of a copy of a weight
-    /// that is not aligned as device memory is.
+    /// The address of each binding, exposed, as the launch block and the table say them: its memory's, or that of a
+    /// copy of a weight that is not aligned as device memory is.
     bases: Vec<usize>,
     _copies: Vec<Vec<u128>>,
     options: Options,
@@ -164,7 +165,8 @@ impl Simt {
             tile_bytes: TILE_BYTES,
             ..simt::Options::new(view.n_workers, block_threads, self.options.seed)
         };
-        // Written by the thread in which the kernel's run, too, between their turns: `advance` takes the block for its own.
+        // Written by the thread in which the kernel's run, too, between their turns: `advance` takes the block for its
+        // own.
         let host = || {
             if stopper.is_told() {
                 self.loaded.memory.control_word(STOP).store(1, Ordering::Relaxed);

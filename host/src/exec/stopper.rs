@@ -1,7 +1,7 @@
 //! How a run is told to stop, from any thread.
 //!
-//! A stopper is one run's. Whoever runs the passes on this machine looks at it between them, so that nobody else writes what
-//! workers read. A GPU cannot look: its executor says how the word is brought there, for as long as the run lasts.
+//! A stopper is one run's. Whoever runs the passes on this machine looks at it between them, so that nobody else writes
+//! what workers read. A GPU cannot look: its executor says how the word is brought there, for as long as the run lasts.
 
 use perpetua_shared::control::End;
 use std::fmt;
@@ -60,8 +60,9 @@ impl Run {
 }
 
 impl Stopper {
-    /// Asks the run to end after the pass under way, with [`End::Stopped`], unless its time was over before. Tokens already
-    /// made can still be taken. It may wait for a lock: for a thread that waits for signals, not for their handlers.
+    /// Asks the run to end after the pass under way, with [`End::Stopped`], unless its time was over before. Tokens
+    /// already made can still be taken. It may wait for a lock: for a thread that waits for signals, not for their
+    /// handlers.
     pub fn stop(&self) {
         self.tell(End::Stopped);
     }

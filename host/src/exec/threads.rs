@@ -1,14 +1,16 @@
 //! Resident CPU workers.
 //!
-//! Each worker is a thread that stays for the executor's life. A *run* starts when the host has written the control block
-//! and rings the bell; every worker then runs the device crate's [worker loop](perpetua_device::worker) until a step says
-//! that the loop has ended, and goes back to waiting for the bell. Event counters go on counting from run to run.
+//! Each worker is a thread that stays for the executor's life. A *run* starts when the host has written the control
+//! block and rings the bell; every worker then runs the device crate's [worker loop](perpetua_device::worker) until a
+//! step says that the loop has ended, and goes back to waiting for the bell. Event counters go on counting from run to
+//! run.
 //!
-//! Just-in-time tasks have no thread of their own to launch them: a worker that looks for something to do first plays the
-//! [scheduler](perpetua_device::scheduler), unless another does so at that moment. The one that has triggered a task's last
-//! event is the next to look.
+//! Just-in-time tasks have no thread of their own to launch them: a worker that looks for something to do first plays
+//! the [scheduler](perpetua_device::scheduler), unless another does so at that moment. The one that has triggered a
+//! task's last event is the next to look.
 //!
-//! The worker that ends an iteration looks whether the run's [`Stopper`] has been told: nobody but workers writes what they read.
+//! The worker that ends an iteration looks whether the run's [`Stopper`] has been told: nobody but workers writes what
+//! they read.
 //!
 //! Waiting inside a run spins for a while and then yields the core, so that more workers than cores still move. Every
 //! wait is bounded: a worker that has waited longer than [`Options::timeout`] while no task anywhere finished writes a
@@ -343,8 +345,8 @@ const ROUNDS: u32 = 16;
 /// Samples, of which the median counts.
 const SAMPLES: u32 = 401;
 
-/// The time that a trigger takes from one thread to another, on `cores`, by the counters that workers use: two events, each
-/// waited for by one thread and answered with the other. `None` when a thread gets no turn for a minute.
+/// The time that a trigger takes from one thread to another, on `cores`, by the counters that workers use: two events,
+/// each waited for by one thread and answered with the other. `None` when a thread gets no turn for a minute.
 fn event_cost(cores: [Option<usize>; 2]) -> Option<Duration> {
     let counters = Counters::new(2, Options::default().timeout);
     let thread = |core: Option<usize>, serve: bool| {
@@ -392,8 +394,8 @@ impl Counters {
         Some(self.words.iter().fold(0u64, |sum, c| sum.wrapping_add(u64::from(c.0.load(Ordering::Relaxed)))))
     }
 
-    /// Waits until `event` stands at `target`, or `look` has found a task to run first, which it returns. While it spins it
-    /// calls `meanwhile`; the time is added to `waited`.
+    /// Waits until `event` stands at `target`, or `look` has found a task to run first, which it returns. While it
+    /// spins it calls `meanwhile`; the time is added to `waited`.
     #[inline(always)]
     fn wait(
         &self,
@@ -516,8 +518,8 @@ fn resident(shared: &Shared, worker: WorkerId, core: Option<usize>) {
     }
 }
 
-/// Per task of `image`, which weights its worker may ask for when its list comes to it: as far as the plan of this kind of
-/// machine ([`prefetch`]) runs ahead of the tasks done by then.
+/// Per task of `image`, which weights its worker may ask for when its list comes to it: as far as the plan of this kind
+/// of machine ([`prefetch`]) runs ahead of the tasks done by then.
 fn plan_ahead(image: &Image, memory: &Memory) -> Box<[Ahead]> {
     let view = image.view();
     let machine = Machine::CPU;
@@ -564,9 +566,10 @@ struct Waiting<'a> {
     waited: Cell<Duration>,
 }
 
-/// Cache lines of each stream that are asked for before a task's events are looked at; a worker that has to wait goes on.
-/// PERF: decode of qwen3-0.6b is 1 % faster with 8 than without, in bf16 and in 8 bits; with 32 it is slower, since what a
-/// task reads first then queues behind them (Sapphire Rapids, 2 cores, steps of four kinds in turn, 2026-11-21).
+/// Cache lines of each stream that are asked for before a task's events are looked at; a worker that has to wait goes
+/// on.
+/// PERF: decode of qwen3-0.6b is 1 % faster with 8 than without, in bf16 and in 8 bits; with 32 it is slower, since
+/// what a task reads first then queues behind them (Sapphire Rapids, 2 cores, steps of four kinds in turn, 2026-11-21).
 const FIRST_LINES: usize = 8;
 
 /// Polls before the core is offered to others. About 10 us: longer than any balanced task's tail, shorter than a
@@ -646,8 +649,8 @@ impl WorkerSync for Waiting<'_> {
     }
 
     fn step(&self) -> Step {
-        // SAFETY: `advance` writes the step only between the arrival of every worker and the iteration's event, and this
-        // is called only between that event and this worker's arrival (see the worker loop's argument).
+        // SAFETY: `advance` writes the step only between the arrival of every worker and the iteration's event, and
+        // this is called only between that event and this worker's arrival (see the worker loop's argument).
         unsafe { core::ptr::addr_of!((*self.shared.memory.control_base()).step).read_volatile() }
     }
 }
@@ -690,9 +693,9 @@ impl Body for CpuBody<'_> {
         let mut tensors = [Tensor::ABSENT; MAX_OPERANDS];
         for (tensor, operand) in tensors.iter_mut().zip(operands) {
             // SAFETY: `image::check` has judged every box inside its binding and aligned; law 1 (judged by
-            // `graph::task::check`) orders this task against all that touch the same bytes. The step's sequence is one of
-            // the image's (`start`; `advance` chooses among as many), and the box is in the first one's part of a binding
-            // that has parts, or the step's sequence is the first (`image::check`).
+            // `graph::task::check`) orders this task against all that touch the same bytes. The step's sequence is one
+            // of the image's (`start`; `advance` chooses among as many), and the box is in the first one's part of a
+            // binding that has parts, or the step's sequence is the first (`image::check`).
             *tensor = unsafe { self.shared.memory.tensor(operand, step.sequence) };
         }
         // SAFETY: as for the step itself, which this belongs to: nobody but `advance` writes it, between iterations.

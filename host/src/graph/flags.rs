@@ -1,9 +1,10 @@
 //! Which intermediates are [flagged](perpetua_shared::flag): handed from task to task without events.
 //!
-//! A buffer is flagged when it is written by one operator, whole and in every pass, and all who write and read it can do so by
-//! flags ([`MacroKernel::FLAGGED`](perpetua_device::kernels::MacroKernel::FLAGGED)): in passes of one row nearly all are, from the
-//! embedding to the last layer. What a flagged element orders is itself. So events are found for the graph
-//! [without](without_flagged) these buffers, as if nobody touched them, and they share their bytes with none.
+//! A buffer is flagged when it is written by one operator, whole and in every pass, and all who write and read it can
+//! do so by flags ([`MacroKernel::FLAGGED`](perpetua_device::kernels::MacroKernel::FLAGGED)): in passes of one row
+//! nearly all are, from the embedding to the last layer. What a flagged element orders is itself. So events are found
+//! for the graph [without](without_flagged) these buffers, as if nobody touched them, and they share their bytes with
+//! none.
 
 use super::lower::{COPY, block_operands};
 use super::task::TaskGraph;
@@ -12,8 +13,8 @@ use super::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, ThreadBlockGrap
 use perpetua_device::kernels::Spec;
 use perpetua_shared::{DType, Operand, TaskFlags};
 
-/// Flags what can be of the intermediates of `graph`, a pass of one row. Tasks of operators that `is_listed` denies may be anywhere
-/// at any time, and are told by events alone.
+/// Flags what can be of the intermediates of `graph`, a pass of one row. Tasks of operators that `is_listed` denies may
+/// be anywhere at any time, and are told by events alone.
 pub fn flag(graph: &mut ThreadBlockGraph, is_listed: impl Fn(usize) -> bool) {
     // Per buffer, who touches it.
     let mut users: Vec<Vec<(usize, usize, Access)>> = vec![Vec::new(); graph.table.buffers.len()];
@@ -48,7 +49,8 @@ pub fn without_flagged(graph: &ThreadBlockGraph) -> ThreadBlockGraph {
     rest
 }
 
-/// Per event of `tasks`, those of `graph`, whether flags take its place: whether all that trigger it hand over what they make so.
+/// Per event of `tasks`, those of `graph`, whether flags take its place: whether all that trigger it hand over what
+/// they make so.
 pub fn told(graph: &ThreadBlockGraph, tasks: &TaskGraph) -> Vec<bool> {
     let hands_over = |op: &BlockOp| {
         let kinds = op.accesses.iter().flatten().filter(|access| access.kind.writes());
@@ -75,8 +77,8 @@ fn can_be(graph: &ThreadBlockGraph, op: usize, slot: usize, access: &Access) -> 
     knows && is_done && graph.table[access.tensor].dtype == DType::F32
 }
 
-/// Whether one operator writes all of `buffer`, and others, after it, read it; but not copies that blocks make each for the block of their own
-/// number, which runs on the same worker: those need no flag, and share their bytes with others.
+/// Whether one operator writes all of `buffer`, and others, after it, read it; but not copies that blocks make each for
+/// the block of their own number, which runs on the same worker: those need no flag, and share their bytes with others.
 fn is_handed_over(graph: &ThreadBlockGraph, buffer: usize, users: &[(usize, usize, Access)]) -> bool {
     let (writers, readers): (Vec<_>, Vec<_>) = users.iter().partition(|(.., access)| access.kind.writes());
     let [(writer, _, written)] = writers[..] else { return false };

@@ -1,8 +1,8 @@
 //! The kernel graph: WHAT is computed (MPK: `KNGraph`).
 //!
 //! Operators over tensors, added in program order; a model's `build` reads like the paper. An operator names a macro
-//! kernel, its tensors, and along which axes its work *can* be cut; how far each axis is cut is decided when the graph is
-//! [lowered](crate::graph::lower) for a target. The operators form a DAG on petgraph, an edge per tensor that one
+//! kernel, its tensors, and along which axes its work *can* be cut; how far each axis is cut is decided when the graph
+//! is [lowered](crate::graph::lower) for a target. The operators form a DAG on petgraph, an edge per tensor that one
 //! operator writes and a later one reads; several consumers, joins, residuals and updates in place are all fine.
 //!
 //! Every operator is judged when it is added, by its macro kernel's own `check` on the whole tensors.
@@ -126,7 +126,8 @@ pub struct KernelGraph {
     chosen: Option<TensorId>,
     /// Sequences that states and token buffers have room for, a part each.
     sequences: usize,
-    /// The sequence of a batch, or the row of a pass that verifies drafts, that operators added now belong to, as their tasks' flags; 0: to none.
+    /// The sequence of a batch, or the row of a pass that verifies drafts, that operators added now belong to, as their
+    /// tasks' flags; 0: to none.
     part: u16,
     /// Tokens of a pass; `None` for a graph without a token dimension.
     pub rows: Option<u32>,
@@ -141,11 +142,13 @@ pub struct KernelGraph {
 pub enum PromptPrecision {
     /// The bits that its tokens give one by one.
     Exact,
-    /// Activations with 16 significant bits or more: where the core has a matrix unit (AMX) in two terms of bf16, several times as fast. Beside weights in fewer
-    /// bits rounded to bf16, where the core multiplies pairs of bf16 as often as f32 (AMD's with AVX-512 BF16), up to twice as fast.
+    /// Activations with 16 significant bits or more: where the core has a matrix unit (AMX) in two terms of bf16,
+    /// several times as fast. Beside weights in fewer bits rounded to bf16, where the core multiplies pairs of bf16 as
+    /// often as f32 (AMD's with AVX-512 BF16), up to twice as fast.
     #[default]
     High,
-    /// Where it multiplies such pairs as often, activations, queries and attention's weights rounded to bf16, 1.7 times as fast: as most engines read bf16.
+    /// Where it multiplies such pairs as often, activations, queries and attention's weights rounded to bf16, 1.7 times
+    /// as fast: as most engines read bf16.
     Bf16,
 }
 
@@ -190,13 +193,14 @@ impl KernelGraph {
         KernelGraph { pass: Pass::Batch, ..KernelGraph::with_sequences(sequences as u32, sequences) }
     }
 
-    /// An empty graph for passes over the next token of one of `sequences` sequences and drafts of those after it, at most `rows` in all.
+    /// An empty graph for passes over the next token of one of `sequences` sequences and drafts of those after it, at
+    /// most `rows` in all.
     pub fn verify(rows: u32, sequences: usize) -> KernelGraph {
         KernelGraph { pass: Pass::Verify, ..KernelGraph::with_sequences(rows, sequences) }
     }
 
-    /// From here on, operators belong to sequence `sequence`, or again to the whole pass. Operators of a sequence see one
-    /// row, and states and token buffers declared meanwhile are the sequence's.
+    /// From here on, operators belong to sequence `sequence`, or again to the whole pass. Operators of a sequence see
+    /// one row, and states and token buffers declared meanwhile are the sequence's.
     fn for_sequence(&mut self, sequence: Option<usize>) {
         let is_batch = self.pass == Pass::Batch;
         assert!(sequence.is_none_or(|number| is_batch && number < self.sequences), "a sequence of the batch");
@@ -267,7 +271,8 @@ impl KernelGraph {
         self.named(name, shape, dtype, BufferKind::Weight)
     }
 
-    /// Matrices of the checkpoint, all of one `shape`, as one tensor `[n, ...shape]`: number 0 and up stand where its name has `*`.
+    /// Matrices of the checkpoint, all of one `shape`, as one tensor `[n, ...shape]`: number 0 and up stand where its
+    /// name has `*`.
     pub fn weight_stack(
         &mut self,
         name: &str,
@@ -283,8 +288,8 @@ impl KernelGraph {
         self.named(name, &[n, shape[0], shape[1]], dtype, kind)
     }
 
-    /// A tensor kept from pass to pass, zero at the start. Every sequence has one: this is that of the sequence operators
-    /// are added for, or in a pass over one sequence the first one's, which stands for any.
+    /// A tensor kept from pass to pass, zero at the start. Every sequence has one: this is that of the sequence
+    /// operators are added for, or in a pass over one sequence the first one's, which stands for any.
     pub fn state(&mut self, name: &str, shape: &[usize], dtype: DType) -> Result<TensorId, GraphError> {
         self.of_sequence(name, shape, dtype, BufferKind::State)
     }
@@ -417,8 +422,8 @@ impl KernelGraph {
         self.add::<kernels::Embedding>(name, &params, &operands, &[Cut::rows(rows, &[(Y, 0)])])
     }
 
-    /// y[s,:] = scale * table[the next token of sequence s,:] as `[sequences, hidden]`; an operator a sequence. `max_context`: see
-    /// [`KernelGraph::tokens`].
+    /// y[s,:] = scale * table[the next token of sequence s,:] as `[sequences, hidden]`; an operator a sequence.
+    /// `max_context`: see [`KernelGraph::tokens`].
     pub fn embedding_of_each(
         &mut self,
         name: &str,
@@ -563,9 +568,9 @@ impl KernelGraph {
         Ok(y)
     }
 
-    /// A mixture of experts: residual + the sum, over the `chosen` experts that a row of `x` goes to by its `logits`, of weight *
-    /// (activation(x . gate^T) * (x . up^T)) . down^T, or what their biases and another [`Gating`] make of it. gate, up: `[experts, n, k]`; down:
-    /// `[experts, k, n]`. See [`kernels::routing`].
+    /// A mixture of experts: residual + the sum, over the `chosen` experts that a row of `x` goes to by its `logits`,
+    /// of weight * (activation(x . gate^T) * (x . up^T)) . down^T, or what their biases and another [`Gating`] make of
+    /// it. gate, up: `[experts, n, k]`; down: `[experts, k, n]`. See [`kernels::routing`].
     pub fn experts(&mut self, name: &str, x: TensorId, args: ExpertArgs) -> Result<TensorId, GraphError> {
         let ExpertArgs { logits, correction, gate, up, down, biases, residual, chosen, counting, gating } = args;
         let [gate_bias, up_bias, down_bias] = biases.map_or([None; 3], |biases| biases.map(Some));
@@ -592,8 +597,8 @@ impl KernelGraph {
         Ok(y)
     }
 
-    /// Normalises (when weights are given) and rotates q in place and k, and appends k and v to `cache`, keys and values of `[kv_heads,
-    /// context, d]` each. Shapes: see [`perpetua_device::kernels::rope`].
+    /// Normalises (when weights are given) and rotates q in place and k, and appends k and v to `cache`, keys and
+    /// values of `[kv_heads, context, d]` each. Shapes: see [`perpetua_device::kernels::rope`].
     pub fn rope(&mut self, name: &str, args: RopeArgs, cache: [TensorId; 2]) -> Result<(), GraphError> {
         let RopeArgs { q, k, v, norms, frequencies, turned_pairs, factor, eps } = args;
         use kernels::rope::slot::{FREQUENCIES, K, K_CACHE, K_NORM, Q, Q_NORM, V, V_CACHE};
@@ -611,8 +616,8 @@ impl KernelGraph {
         self.add::<kernels::Rope>(name, &params, &operands, &[heads, rows])
     }
 
-    /// softmax(q . k^T * scale) . v as `[rows, kv_heads * group * d]`, as `args` say. q: `[rows, kv_heads, group, d]`; k, v: `[kv_heads,
-    /// context, d]`.
+    /// softmax(q . k^T * scale) . v as `[rows, kv_heads * group * d]`, as `args` say. q: `[rows, kv_heads, group, d]`;
+    /// k, v: `[kv_heads, context, d]`.
     pub fn attention(
         &mut self,
         name: &str,
@@ -754,8 +759,8 @@ impl KernelGraph {
         })
     }
 
-    /// [`KernelGraph::sample`] from each row of `logits` `[rows, vocab]` in a pass that verifies drafts: for `advance`, which knows how many of
-    /// them count. `max_context`: see [`KernelGraph::tokens`].
+    /// [`KernelGraph::sample`] from each row of `logits` `[rows, vocab]` in a pass that verifies drafts: for `advance`,
+    /// which knows how many of them count. `max_context`: see [`KernelGraph::tokens`].
     pub fn sample_rows(&mut self, name: &str, logits: TensorId, max_context: usize) -> Result<(), GraphError> {
         let [rows, vocab] = self.matrix(name, "logits", logits)?;
         if self.pass != Pass::Verify || rows > MAX_DRAFTS + 1 {
@@ -797,8 +802,8 @@ impl KernelGraph {
         self.dag.node_weights().last().is_some_and(|op| op.kernel.task_type == kernels::Advance::TASK_TYPE)
     }
 
-    /// Whether every intermediate is written before it is read, so that nobody sees another's bytes. What the host or an earlier pass left
-    /// is there from the start, and who appends asks for nothing.
+    /// Whether every intermediate is written before it is read, so that nobody sees another's bytes. What the host or
+    /// an earlier pass left is there from the start, and who appends asks for nothing.
     pub(crate) fn check_written(&self) -> Result<(), GraphError> {
         let mut is_written: Vec<bool> =
             self.table.buffers.iter().map(|buffer| buffer.kind != BufferKind::Intermediate).collect();
@@ -831,7 +836,8 @@ impl KernelGraph {
     }
 
     /// Adds an operator the library has no method for: any macro kernel, with the cut given by hand. `op.accesses` are
-    /// the macro kernel's operands in order, `op.kernel` must be set. docs/kernels.md has an example. (MPK: `KN_CUSTOMIZED_OP`.)
+    /// the macro kernel's operands in order, `op.kernel` must be set. docs/kernels.md has an example. (MPK:
+    /// `KN_CUSTOMIZED_OP`.)
     ///
     /// # Errors
     /// An operand or a kernel that does not exist, or is not used as the macro kernel uses it.
@@ -854,7 +860,8 @@ impl KernelGraph {
         Ok(graph)
     }
 
-    /// An operator that runs macro kernel `K` with `operands`, each beside its slot (no other is there), cut along `cuts`.
+    /// An operator that runs macro kernel `K` with `operands`, each beside its slot (no other is there), cut along
+    /// `cuts`.
     fn add<K: MacroKernel + Numbered>(
         &mut self,
         name: &str,
@@ -920,8 +927,8 @@ impl KernelGraph {
     }
 }
 
-/// Whether a cut given by hand has its macro kernel's signature: dependencies follow what it says of each tensor's use, and
-/// the kernel does what its slots say.
+/// Whether a cut given by hand has its macro kernel's signature: dependencies follow what it says of each tensor's use,
+/// and the kernel does what its slots say.
 fn judge_cut(spec: &Spec, cut: &BlockOp) -> Result<(), String> {
     if cut.accesses.len() != spec.slots.len() {
         return Err(format!("{} tensors given, {} takes {}", cut.accesses.len(), spec.name, spec.slots.len()));
@@ -1011,7 +1018,8 @@ pub struct ExpertArgs {
     pub up: TensorId,
     /// `[experts, k, n]`.
     pub down: TensorId,
-    /// Of gate and up, `[experts, n]`, and of down, `[experts, k]`; not of experts that count as [`Weighting::All`](perpetua_device::kernels::routing::Weighting::All).
+    /// Of gate and up, `[experts, n]`, and of down, `[experts, k]`; not of experts that count as
+    /// [`Weighting::All`](perpetua_device::kernels::routing::Weighting::All).
     pub biases: Option<[TensorId; 3]>,
     /// `[rows, k]`.
     pub residual: Option<TensorId>,
@@ -1030,7 +1038,8 @@ pub struct AttentionArgs {
     pub scale: f32,
     /// What each row sees.
     pub mask: Mask,
-    /// `[kv_heads, group]`, where rows see no position after their own: of each query head a score more, whose value is zero.
+    /// `[kv_heads, group]`, where rows see no position after their own: of each query head a score more, whose value is
+    /// zero.
     pub sinks: Option<TensorId>,
 }
 

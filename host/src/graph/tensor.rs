@@ -121,8 +121,8 @@ pub struct TensorTable {
     pub tensors: Vec<DTensor>,
 }
 
-/// The most bytes of a buffer that is made with its tensor: no machine we know has memory for more, and sums over all buffers of a graph
-/// stay inside 64 bits.
+/// The most bytes of a buffer that is made with its tensor: no machine we know has memory for more, and sums over all
+/// buffers of a graph stay inside 64 bits.
 pub const MAX_BUFFER_BYTES: u64 = 1 << 40;
 
 /// Why a tensor cannot be made.
@@ -181,7 +181,8 @@ pub enum TensorError {
     },
 }
 
-/// Strides of a tensor that fills its buffer: row-major, rows of [`Lines`](perpetua_shared::dtype::Lines) as one thing each.
+/// Strides of a tensor that fills its buffer: row-major, rows of [`Lines`](perpetua_shared::dtype::Lines) as one thing
+/// each.
 fn strides_of(shape: &[usize], dtype: DType) -> Vec<usize> {
     match (dtype.lines(), shape) {
         (Some(lines), [_, k]) => vec![lines.row_bytes(*k), 0],

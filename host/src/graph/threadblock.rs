@@ -1,13 +1,13 @@
 //! The thread-block graph: HOW each operator is cut (MPK: `TBGraph`, `grid_dim`, `imap`, `omap`).
 //!
 //! Every operator gets a grid of at most three axes; for every tensor it touches, a map says which dimension each axis
-//! cuts. A dimension of `n` elements cut by `g` blocks: block `b` has `[b*n/g, (b+1)*n/g)`, even or not; an axis that cuts
-//! no dimension of a tensor replicates it. From grid and maps follow the tasks, the region each one touches, its
+//! cuts. A dimension of `n` elements cut by `g` blocks: block `b` has `[b*n/g, (b+1)*n/g)`, even or not; an axis that
+//! cuts no dimension of a tensor replicates it. From grid and maps follow the tasks, the region each one touches, its
 //! operands' addresses, and (in [`crate::graph::task`]) the dependencies.
 //!
 //! Laws ([`ThreadBlockGraph::check`]): grids and maps are in range; no two axes cut one dimension of a tensor; a tensor
-//! that is written (other than by reduction or appending) is cut by every grid axis with more than one block, so that no two blocks
-//! write the same element.
+//! that is written (other than by reduction or appending) is cut by every grid axis with more than one block, so that
+//! no two blocks write the same element.
 
 use super::tensor::{BufferKind, TensorId, TensorTable};
 use perpetua_device::kernels::{self, Spec, Use};
@@ -28,8 +28,8 @@ pub enum AccessKind {
     ReadWrite,
     /// Adds into it; several blocks may add into the same elements, in any order.
     ReduceAdd,
-    /// Reads what earlier passes left there and appends; of the blocks that share it, each element appended has one, known at run time
-    /// alone, that writes it, and no other reads it.
+    /// Reads what earlier passes left there and appends; of the blocks that share it, each element appended has one,
+    /// known at run time alone, that writes it, and no other reads it.
     Append,
 }
 

@@ -2,32 +2,33 @@
 //!
 //! 1. *Memory.* Every operand is a box inside its binding, aligned for its dtype; only memory made to be written is
 //!    written; each task's operands satisfy its macro kernel's `check`.
-//! 2. *Indices.* Every range of operands, waits and triggers lies in its table; every event belongs to the program of the
-//!    task that names it, except the loop's own, which only `advance` uses.
+//! 2. *Indices.* Every range of operands, waits and triggers lies in its table; every event belongs to the program of
+//!    the task that names it, except the loop's own, which only `advance` uses.
 //! 3. *Counts.* An event is triggered exactly `num_triggers` times in a run of its program. Each task stands in exactly
-//!    one list, once: a just-in-time task, which waits on an event at least, in the program's list of these, in program order,
-//!    any other in a worker's. `advance` is a worker's.
-//! 4. *Live.* The lists and the events of each program admit a complete run with every worker resident (simulated), even if
-//!    just-in-time tasks are launched one after the other, in order.
+//!    one list, once: a just-in-time task, which waits on an event at least, in the program's list of these, in program
+//!    order, any other in a worker's. `advance` is a worker's.
+//! 4. *Live.* The lists and the events of each program admit a complete run with every worker resident (simulated),
+//!    even if just-in-time tasks are launched one after the other, in order.
 //! 5. *End.* `advance` is each program's last task, turns the control block and comes after every other: no task of an
 //!    iteration can be running when the next begins.
 //!
-//! 6. *Sequences.* At most one program is for batches, and every `State` and `Tokens` binding is as many equal parts as it has
-//!    rows. A task of a sequence, which only that program has, touches the sequence's part of them; a task of another
-//!    program the first, which stands for any; `advance` of the program for batches all, and no other task of it any.
+//! 6. *Sequences.* At most one program is for batches, and every `State` and `Tokens` binding is as many equal parts as
+//!    it has rows. A task of a sequence, which only that program has, touches the sequence's part of them; a task of
+//!    another program the first, which stands for any; `advance` of the program for batches all, and no other task of
+//!    it any.
 //!
-//! 7. *Loads.* See [`loads`](super::loads): a loader's copies come from weights, land where nothing is in use that is still to be
-//!    read, never wait for each other in a circle, nor for what a body may hold until they are there, and are, in order, the
-//!    tiles that the tasks of its list take. What is brought ahead of a pass, of one row, are its first tiles, which wait for nothing in it and
-//!    land where none of the last ones of the pass before is that may be unread; and with all tiles of its list taken a worker
-//!    has no task that takes all of the memory for itself.
+//! 7. *Loads.* See [`loads`](super::loads): a loader's copies come from weights, land where nothing is in use that is
+//!    still to be read, never wait for each other in a circle, nor for what a body may hold until they are there, and
+//!    are, in order, the tiles that the tasks of its list take. What is brought ahead of a pass, of one row, are its
+//!    first tiles, which wait for nothing in it and land where none of the last ones of the pass before is that may be
+//!    unread; and with all tiles of its list taken a worker has no task that takes all of the memory for itself.
 //!
-//! 8. *Flags.* An operand is flagged exactly if its binding is. Each flagged element is written by one task, in every run of its
-//!    program, a pass of one row, and read by tasks of that program alone, none of them just-in-time; who reads it waits for
-//!    who writes it, as rule 4 has it. It orders nothing else: of rule 5 it is no part.
+//! 8. *Flags.* An operand is flagged exactly if its binding is. Each flagged element is written by one task, in every
+//!    run of its program, a pass of one row, and read by tasks of that program alone, none of them just-in-time; who
+//!    reads it waits for who writes it, as rule 4 has it. It orders nothing else: of rule 5 it is no part.
 //!
-//! 9. *Drafts.* At most one program verifies drafts, and its `advance`, and no other, is given the token that each of its rows chose. A task of a row
-//!    is of one of its rows, which no other program has.
+//! 9. *Drafts.* At most one program verifies drafts, and its `advance`, and no other, is given the token that each of
+//!    its rows chose. A task of a row is of one of its rows, which no other program has.
 //!
 //! That overlapping accesses are ordered (law 1) is judged on the graph, where their sizes are known.
 
@@ -463,7 +464,8 @@ impl Judge<'_> {
             let mut next = vec![0usize; lists.len()];
             // Workers blocked on an event, and workers that may go on.
             let mut blocked: Vec<Vec<usize>> = vec![Vec::new(); view.events.len()];
-            // Likewise on a task that writes what the next one reads; how many of each list of these have been seen done.
+            // Likewise on a task that writes what the next one reads; how many of each list of these have been seen
+            // done.
             let first = program.task_first;
             let mut is_done = vec![false; program.task_count as usize];
             let mut reading: Vec<Vec<usize>> = vec![Vec::new(); program.task_count as usize];

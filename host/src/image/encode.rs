@@ -148,7 +148,8 @@ pub(crate) fn encode_ordered(parts: &Parts) -> Result<Image, ImageError> {
 
 /// Writes `contents`, sections in the order in which they lie, to their places in `bytes`.
 ///
-/// PERF: of 30 MB, Qwen3-8B's for 132 SMs, the most time goes into pages that are touched for the first time, which cores do side by side.
+/// PERF: of 30 MB, Qwen3-8B's for 132 SMs, the most time goes into pages that are touched for the first time, which
+/// cores do side by side.
 fn write<const N: usize>(bytes: &mut [u8], contents: [(&Range<usize>, &[u8]); N]) {
     let (mut pieces, mut rest, mut at) = (Vec::new(), bytes, 0);
     for (section, from) in contents {

@@ -1,4 +1,5 @@
-//! Rule 8 of an image, judged on its bytes: whoever reads a flagged element waits for one task, which writes it in every pass.
+//! Rule 8 of an image, judged on its bytes: whoever reads a flagged element waits for one task, which writes it in
+//! every pass.
 
 use super::Image;
 use perpetua_device::kernels::{Spec, Use};
@@ -19,7 +20,8 @@ struct Touch {
     task: u32,
 }
 
-/// Per task, the tasks that write what it reads: a list for each of its flagged operands, which others that read the same have, too.
+/// Per task, the tasks that write what it reads: a list for each of its flagged operands, which others that read the
+/// same have, too.
 #[derive(Debug)]
 pub(super) struct Writers {
     /// Numbers of lists.

@@ -93,7 +93,8 @@ fn beside(image: &Image, id: u32, data: &[DataOp]) -> Result<(), (String, String
     }
 }
 
-/// Copies are issued in order, each when as many compute ops as it says have retired; what it overwrites must be one of theirs.
+/// Copies are issued in order, each when as many compute ops as it says have retired; what it overwrites must be one of
+/// theirs.
 fn memory(image: &Image, data: &[DataOp]) -> Result<(), String> {
     let mut after = 0;
     for (number, op) in data.iter().enumerate() {
@@ -163,8 +164,8 @@ fn ahead(program: &ProgramDesc, data: &[DataOp]) -> Result<(), String> {
     Ok(())
 }
 
-/// What is asked for lies in its binding, and those who ask come to an end: a loader that waits for tasks, whose worker would wait for tiles, has
-/// none to bring.
+/// What is asked for lies in its binding, and those who ask come to an end: a loader that waits for tasks, whose worker
+/// would wait for tiles, has none to bring.
 fn near(image: &Image, n_tasks: usize, n_data: usize, prefetches: &[PrefetchOp]) -> Result<(), String> {
     for (number, op) in prefetches.iter().enumerate() {
         let apart = u64::from(op.stretches.saturating_sub(1)) * u64::from(op.apart_bytes);
@@ -205,10 +206,10 @@ fn inside(image: &Image, source: u32, first: u64, bytes: u64, kinds: &[BindingKi
     }
 }
 
-/// A task's tiles are what its kernel takes, in the order in which it does: a vector first, whole; then of each matrix a tile in
-/// turn, whole rows or, of longer rows, pieces, one after the other until all are there; where a row is taken in segments, one segment
-/// of every row after the other. Each may arrive while those of the compute
-/// op before it, if that is the task's, too, have not been released.
+/// A task's tiles are what its kernel takes, in the order in which it does: a vector first, whole; then of each matrix
+/// a tile in turn, whole rows or, of longer rows, pieces, one after the other until all are there; where a row is taken
+/// in segments, one segment of every row after the other. Each may arrive while those of the compute op before it, if
+/// that is the task's, too, have not been released.
 fn tiles(image: &Image, task: &TaskDesc, data: &[DataOp]) -> Result<(), String> {
     if data.is_empty() {
         return Ok(());

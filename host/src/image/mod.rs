@@ -28,8 +28,8 @@ pub struct Image {
     sections: Sections,
 }
 
-/// The sections of loaders. Heads: row `p` (of `n_workers + 1` entries) says where worker `w`'s entries of program `p` start, and the
-/// end.
+/// The sections of loaders. Heads: row `p` (of `n_workers + 1` entries) says where worker `w`'s entries of program `p`
+/// start, and the end.
 #[derive(Clone, Debug)]
 pub struct Loads<'a> {
     /// Heads of `data`.
@@ -55,7 +55,8 @@ pub struct Binding {
     pub align_bytes: u32,
     /// Its contents, for a constant.
     pub contents: Option<Vec<u8>>,
-    /// Tensors of the checkpoint that it is, all of one size, if it is a stack: their numbers stand where its name has `*`.
+    /// Tensors of the checkpoint that it is, all of one size, if it is a stack: their numbers stand where its name has
+    /// `*`.
     pub parts: Option<u32>,
 }
 
@@ -164,8 +165,8 @@ fn checksum(words: &[u64]) -> u64 {
 }
 
 impl Image {
-    /// Sequences of a batch that every `State` and `Tokens` binding has an equal part for; 1 when there is no program for
-    /// batches.
+    /// Sequences of a batch that every `State` and `Tokens` binding has an equal part for; 1 when there is no program
+    /// for batches.
     pub fn sequences(&self) -> usize {
         let programs: &[ProgramDesc] = self.section(&self.sections.programs);
         programs.iter().find(|p| p.kind == EVERY_SEQUENCE).map_or(1, |p| p.max_rows as usize)
@@ -185,7 +186,8 @@ impl Image {
     ///
     /// # Safety
     /// Of two tasks that touch the same bytes, one of them writing, events say which is first, as they do in what
-    /// [`compile`](crate::compile::compile) makes. That is no rule that is checked here, and whoever runs the image relies on it.
+    /// [`compile`](crate::compile::compile) makes. That is no rule that is checked here, and whoever runs the image
+    /// relies on it.
     ///
     /// # Errors
     /// What is wrong with the bytes.
@@ -208,7 +210,8 @@ impl Image {
         image.judged()
     }
 
-    /// Words whose header is an image's, and as many as it counts. Neither its checksum nor any rule has been looked at.
+    /// Words whose header is an image's, and as many as it counts. Neither its checksum nor any rule has been looked
+    /// at.
     fn of_words(words: Vec<u64>) -> Result<Image, ImageError> {
         let header: ImageHeader =
             *bytemuck::from_bytes(&bytemuck::cast_slice::<u64, u8>(&words)[..size_of::<ImageHeader>()]);

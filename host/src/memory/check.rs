@@ -71,7 +71,8 @@ impl fmt::Display for Violation {
     }
 }
 
-/// All violations that a sweep over time meets. Of several buffers that overlap at one place at least one pair is named.
+/// All violations that a sweep over time meets. Of several buffers that overlap at one place at least one pair is
+/// named.
 pub fn check(buffers: &[Buffer], capacity_bytes: u64, placement: &Placement) -> Result<(), Vec<Violation>> {
     let mut violations = each_alone(buffers, capacity_bytes, placement);
     if placement.offsets.len() == buffers.len() {

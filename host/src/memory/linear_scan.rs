@@ -1,10 +1,10 @@
 //! LinearScan: an allocator driven by time, and the packing heuristic that it makes.
 //!
-//! [`LinearScan`] keeps the free gaps of an address range. It serves the feasible memory scheduler, which allocates when
-//! an op starts and frees when its last user ends, and [`place`], which does the same along a known timeline. The rules
-//! are those of the VPUX compiler's allocator of that name: best fit, except that the open end of the range (the gap in
-//! the direction of growth) is used only when nothing else fits, because a peak once raised never comes down; growth is
-//! upwards for what stays and downwards for what was brought in early, so that the two do not interleave.
+//! [`LinearScan`] keeps the free gaps of an address range. It serves the feasible memory scheduler, which allocates
+//! when an op starts and frees when its last user ends, and [`place`], which does the same along a known timeline. The
+//! rules are those of the VPUX compiler's allocator of that name: best fit, except that the open end of the range (the
+//! gap in the direction of growth) is used only when nothing else fits, because a peak once raised never comes down;
+//! growth is upwards for what stays and downwards for what was brought in early, so that the two do not interleave.
 //!
 //! Laws: gaps are disjoint, not empty and never touch; what is freed was taken.
 
@@ -49,8 +49,8 @@ impl LinearScan {
         self.by_size.last().map_or(0, |gap| gap.0)
     }
 
-    /// Where `size_bytes` would go: the offset, or `None` where no gap holds them. An allocation of no bytes is at 0 and
-    /// is never freed.
+    /// Where `size_bytes` would go: the offset, or `None` where no gap holds them. An allocation of no bytes is at 0
+    /// and is never freed.
     pub fn find(&self, size_bytes: u64, alignment: u64, direction: Direction) -> Option<u64> {
         if size_bytes == 0 {
             return Some(0);
@@ -253,8 +253,8 @@ impl Pairs {
     }
 }
 
-/// Packs by walking time once: what dies is freed, then what is born is allocated, larger buffers first. O(n log n), the
-/// fastest of the heuristics and good where lifetimes are short.
+/// Packs by walking time once: what dies is freed, then what is born is allocated, larger buffers first. O(n log n),
+/// the fastest of the heuristics and good where lifetimes are short.
 ///
 /// # Panics
 /// If the buffers are no [`Problem`](super::Problem).

@@ -115,8 +115,8 @@ pub fn pack(problem: &Problem, timeout: Duration) -> Verdict {
     attempt(problem, timeout).0
 }
 
-/// [`pack`], and where more time would find no more: a capacity below which nothing is ever found, because a part too large
-/// for the search ends there.
+/// [`pack`], and where more time would find no more: a capacity below which nothing is ever found, because a part too
+/// large for the search ends there.
 fn attempt(problem: &Problem, timeout: Duration) -> (Verdict, u64) {
     let deadline = Instant::now().checked_add(timeout);
     let (buffers, capacity_bytes) = (problem.buffers(), problem.capacity_bytes());
@@ -164,8 +164,8 @@ fn attempt(problem: &Problem, timeout: Duration) -> (Verdict, u64) {
 
 /// Looks for the lowest peak for at most `timeout`, or until more time would change nothing.
 ///
-/// The lower bound is tried first, since it is so often reached and ends the question; then capacities between bound and
-/// peak, from above and below.
+/// The lower bound is tried first, since it is so often reached and ends the question; then capacities between bound
+/// and peak, from above and below.
 ///
 /// # Panics
 /// If the buffers are no [`Problem`].

@@ -1,42 +1,45 @@
 //! Exact search: a placement within the capacity, or the proof that there is none.
 //!
 //! After M. D. Moffitt, "MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine Learning" (ASPLOS
-//! 2023): buffers are placed in the order of their offsets, from the bottom up, each resting on what lies below it; many
-//! placements are shifted or shuffled copies of one another, and only one of each kind is looked for. Code, data
+//! 2023): buffers are placed in the order of their offsets, from the bottom up, each resting on what lies below it;
+//! many placements are shifted or shuffled copies of one another, and only one of each kind is looked for. Code, data
 //! structures and some of the rules are our own.
 //!
 //! # What is searched
-//! Call a placement *settled* if no buffer can be moved straight down past free bytes. Moving buffers down until none can
-//! move ends (the sum of offsets falls), so if there is a placement there is a settled one, and in a settled one every
-//! buffer lies at its *floor*: the highest top among the placed buffers it shares a slot with, aligned. Listing a settled
-//! placement by `(offset, rank)` for a fixed ranking gives exactly one sequence, and the search enumerates sequences: a
-//! node is a set of placed buffers, a child places one more at its floor, not before the last `(offset, rank)`.
+//! Call a placement *settled* if no buffer can be moved straight down past free bytes. Moving buffers down until none
+//! can move ends (the sum of offsets falls), so if there is a placement there is a settled one, and in a settled one
+//! every buffer lies at its *floor*: the highest top among the placed buffers it shares a slot with, aligned. Listing a
+//! settled placement by `(offset, rank)` for a fixed ranking gives exactly one sequence, and the search enumerates
+//! sequences: a node is a set of placed buffers, a child places one more at its floor, not before the last `(offset,
+//! rank)`.
 //!
 //! # What is pruned
-//! * *Slot bound.* What is unplaced in a slot will lie above `max(lowest floor of those buffers, last offset)`; with the
-//!   sum of their sizes that must not exceed the capacity.
-//! * *Height.* If an unplaced buffer fits completely below an offset, then whoever is placed at that offset now, nothing
-//!   will ever be put where that buffer would fit, and the placement would not be settled.
-//! * *Twins.* Equal buffers are placed in order of rank; of two buffers with equal lifetimes, one resting on exactly the
-//!   other, the lower has the lower rank (swapping them moves nothing else). Both rules keep the placement that is least
-//!   in the order (sum over buffers of size x lifetime x centre height, then sequence of ranks): swaps leave the first
-//!   part as it is and lower the second, moving down lowers the first. So the rules do not work against each other.
+//! * *Slot bound.* What is unplaced in a slot will lie above `max(lowest floor of those buffers, last offset)`; with
+//!   the sum of their sizes that must not exceed the capacity.
+//! * *Height.* If an unplaced buffer fits completely below an offset, then whoever is placed at that offset now,
+//!   nothing will ever be put where that buffer would fit, and the placement would not be settled.
+//! * *Twins.* Equal buffers are placed in order of rank; of two buffers with equal lifetimes, one resting on exactly
+//!   the other, the lower has the lower rank (swapping them moves nothing else). Both rules keep the placement that is
+//!   least in the order (sum over buffers of size x lifetime x centre height, then sequence of ranks): swaps leave the
+//!   first part as it is and lower the second, moving down lowers the first. So the rules do not work against each
+//!   other.
 //! * *Splitting.* Slots that no unplaced buffer crosses cut the rest into parts with no influence on each other. A part
 //!   that has no solution leaves the node without one, and its siblings need not be undone one by one. Each part is
-//!   enumerated in a sequence of its own, by a ranking made for what is left of it (the rules for twins keep to the first
-//!   ranking: they speak of placements, not of sequences).
+//!   enumerated in a sequence of its own, by a ranking made for what is left of it (the rules for twins keep to the
+//!   first ranking: they speak of placements, not of sequences).
 //! * *Jumping.* Every failure comes with its reason, a range of slots such that it stands as long as nothing in them
-//!   changes: for a slot over capacity the lifetimes of its unplaced buffers; for a part tried in vain its slots; in both
-//!   cases widened by the reasons of the bounds that were raised. If the reason shares no slot with the buffer just
-//!   placed, placing another one instead cannot help, and the node fails for the same reason.
+//!   changes: for a slot over capacity the lifetimes of its unplaced buffers; for a part tried in vain its slots; in
+//!   both cases widened by the reasons of the bounds that were raised. If the reason shares no slot with the buffer
+//!   just placed, placing another one instead cannot help, and the node fails for the same reason.
 //! * *Passing over.* Once all sequences that place a buffer now have been tried, it can only lie on one still to be
-//!   placed, at least as high as the lowest of those will end; slot bounds see it there. The reason of that bound takes in
-//!   the reasons of those failures and of the bounds it was computed from.
+//!   placed, at least as high as the lowest of those will end; slot bounds see it there. The reason of that bound takes
+//!   in the reasons of those failures and of the bounds it was computed from.
 //!
 //! # Order of search
-//! Children go by `(floor, rank)`; rankings that begin with the load of the busiest slot are made anew for every part, by
-//! the load still to be placed (a hundredfold on the hardest of minimalloc's benchmarks). Run times are heavy-tailed in the ranking, so several rankings take turns with limits
-//! on the nodes that double each round; any of them may find a placement or finish the proof.
+//! Children go by `(floor, rank)`; rankings that begin with the load of the busiest slot are made anew for every part,
+//! by the load still to be placed (a hundredfold on the hardest of minimalloc's benchmarks). Run times are heavy-tailed
+//! in the ranking, so several rankings take turns with limits on the nodes that double each round; any of them may find
+//! a placement or finish the proof.
 
 use crate::random::split_mix;
 use std::cmp::Reverse;
@@ -129,7 +132,8 @@ struct World {
 impl World {
     fn new(buffers: &[Buffer]) -> Option<Self> {
         let timeline = Timeline::new(buffers);
-        // A slot is kept if something was born in it and something dies right after: only there the live set is maximal.
+        // A slot is kept if something was born in it and something dies right after: only there the live set is
+        // maximal.
         let mut is_born = vec![false; timeline.n_slots + 1];
         let mut is_dead = vec![false; timeline.n_slots + 1];
         for &(first, end) in &timeline.spans {
@@ -180,7 +184,8 @@ impl World {
         Some(Self { buffers: buffers.to_vec(), spans, n_slots, starts, members, loads, may_swap })
     }
 
-    /// The rank of each buffer: 0 is tried first. With a seed in `shake` lifetimes and areas are scaled by up to a quarter.
+    /// The rank of each buffer: 0 is tried first. With a seed in `shake` lifetimes and areas are scaled by up to a
+    /// quarter.
     fn ranks(&self, ranking: [Key; 3], shake: Option<u64>) -> Vec<u32> {
         let mut state = shake.unwrap_or(0);
         let scales: Vec<u64> = (0..self.buffers.len())
@@ -395,8 +400,8 @@ impl<'a> Search<'a> {
         outcome
     }
 
-    /// Ranks the buffers of a part by the load that is left to place in their busiest slot, as the ranking at the start did
-    /// by the whole load. Returns the ranks they had.
+    /// Ranks the buffers of a part by the load that is left to place in their busiest slot, as the ranking at the start
+    /// did by the whole load. Returns the ranks they had.
     fn rank_anew(&mut self, part: Part) -> Vec<(u32, u32)> {
         let items = &self.pool[part.first_item..part.end_item];
         let before = items.iter().map(|&i| (i, self.ranks[i as usize])).collect();
@@ -561,8 +566,8 @@ impl<'a> Search<'a> {
         Ok(has_cut)
     }
 
-    /// Every sequence that places `i` now has been tried and failed for `reason`, so from here on it rests on a buffer yet
-    /// to be placed. An error, with its reason, if nothing is left that could carry it that low.
+    /// Every sequence that places `i` now has been tried and failed for `reason`, so from here on it rests on a buffer
+    /// yet to be placed. An error, with its reason, if nothing is left that could carry it that low.
     fn pass_over(&mut self, part: Part, i: u32, reason: (u32, u32)) -> Result<(), (u32, u32)> {
         let world = self.world;
         let (first, end) = world.spans[i as usize];

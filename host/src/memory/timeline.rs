@@ -60,8 +60,8 @@ impl Timeline {
     }
 }
 
-/// The most bytes alive at any one instant. No placement has a lower peak; [`pack::minimise`](super::pack::minimise) says
-/// how close one comes.
+/// The most bytes alive at any one instant. No placement has a lower peak; [`pack::minimise`](super::pack::minimise)
+/// says how close one comes.
 ///
 /// # Panics
 /// If the buffers are no [`Problem`](super::Problem).

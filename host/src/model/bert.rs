@@ -1,4 +1,5 @@
-//! BERT and RoBERTa as sentence embedding models use them: post-norm encoder layers, bidirectional attention, then pooling.
+//! BERT and RoBERTa as sentence embedding models use them: post-norm encoder layers, bidirectional attention, then
+//! pooling.
 
 use super::config::BertConfig;
 use super::decoder::BuildError;

@@ -1,8 +1,8 @@
 //! Chat templates: messages to the text a model was trained to answer.
 //!
 //! The template is Jinja, in chat_template.jinja or in tokenizer_config.json, and is rendered as the library that
-//! models are published with renders it: blocks trimmed, what templates take from Python ([`python`]), `raise_exception`,
-//! `strftime_now`, and every special token as a variable.
+//! models are published with renders it: blocks trimmed, what templates take from Python ([`python`]),
+//! `raise_exception`, `strftime_now`, and every special token as a variable.
 
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -22,8 +22,8 @@ pub struct ChatMessage {
     pub role: String,
     /// What was said.
     pub content: String,
-    /// What an assistant said to itself before it answered, if it did: templates have a place for it, or leave it out. See
-    /// [`ReasoningParser`](super::reasoning::ReasoningParser).
+    /// What an assistant said to itself before it answered, if it did: templates have a place for it, or leave it out.
+    /// See [`ReasoningParser`](super::reasoning::ReasoningParser).
     pub reasoning: Option<String>,
 }
 
@@ -60,8 +60,8 @@ pub struct ChatTemplate {
 /// Larger than any real template.
 const MAX_TEMPLATE_BYTES: u64 = 16 << 20;
 const NAME: &str = "chat";
-/// Instructions a template may take to render: a template is the model's author's word, and must not hang who reads it. The
-/// largest of today's take a few hundred a message.
+/// Instructions a template may take to render: a template is the model's author's word, and must not hang who reads it.
+/// The largest of today's take a few hundred a message.
 const FUEL: u64 = 2_000_000;
 
 impl ChatTemplate {

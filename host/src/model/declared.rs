@@ -1,8 +1,8 @@
 //! What the files beside tokenizer.json say of a tokenizer.
 //!
-//! In come tokenizer_config.json and, as in older folders, special_tokens_map.json and added_tokens.json; out goes what transformers makes
-//! of a tokenizer.json with them: tokens that only they name are added, BERT's normalizer is the one that its class has with their flags,
-//! and long texts may be cut at the left end.
+//! In come tokenizer_config.json and, as in older folders, special_tokens_map.json and added_tokens.json; out goes what
+//! transformers makes of a tokenizer.json with them: tokens that only they name are added, BERT's normalizer is the one
+//! that its class has with their flags, and long texts may be cut at the left end.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -179,8 +179,8 @@ fn token(fields: &Fields<'_>, key: &str, value: &Value, is_special: bool) -> Res
     })
 }
 
-/// The normalizer of BERT's class, which is that of BERT models whose files name no other; `model` is their config.json. It does not go
-/// by tokenizer.json.
+/// The normalizer of BERT's class, which is that of BERT models whose files name no other; `model` is their
+/// config.json. It does not go by tokenizer.json.
 fn bert(fields: &Fields<'_>, model: &Map<String, Value>) -> Result<Option<BertNormalizer>, ModelError> {
     let of_model = |key: &str| model.get(key).and_then(Value::as_str);
     let class = fields.text("tokenizer_class")?.or(of_model("tokenizer_class"));

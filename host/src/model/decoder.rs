@@ -52,7 +52,8 @@ pub enum Head {
     AllLogits,
     /// Each row is the next token of a sequence of its own: every row's logits, and a token chosen from each.
     SampleEach,
-    /// The rows are a sequence's next token and drafts of those after it: every row's logits, and a token chosen from each.
+    /// The rows are a sequence's next token and drafts of those after it: every row's logits, and a token chosen from
+    /// each.
     Verify,
 }
 
@@ -65,7 +66,8 @@ pub enum Declared<'a> {
     Quantized(&'a Weights, &'a Quantized),
     /// Nowhere: every weight has this type. What a network takes can be planned without having it.
     Assumed(DType),
-    /// Nowhere, either, but some have other types: [`Quantize::dtypes`](super::Quantize::dtypes)', or those that are [packed](super::layout::packed) in files.
+    /// Nowhere, either, but some have other types: [`Quantize::dtypes`](super::Quantize::dtypes)', or those that are
+    /// [packed](super::layout::packed) in files.
     AssumedBut(DType, &'a HashMap<String, DType>),
 }
 
@@ -93,8 +95,9 @@ impl Declared<'_> {
     }
 }
 
-/// How layer `layer`, which has that one of `ropes`, turns the first `dim` elements of heads of `head_dim` in a context of so many positions: a
-/// frequency for each pair of a head, `[head_dim / 2]`, one tensor for all layers that are alike, and what is turned is multiplied with.
+/// How layer `layer`, which has that one of `ropes`, turns the first `dim` elements of heads of `head_dim` in a context
+/// of so many positions: a frequency for each pair of a head, `[head_dim / 2]`, one tensor for all layers that are
+/// alike, and what is turned is multiplied with.
 pub(super) fn rope_frequencies(
     graph: &mut KernelGraph,
     ropes: &[Rope],
@@ -129,8 +132,8 @@ impl Cache {
     }
 }
 
-/// Builds the decoder `config` describes, for passes of at most `rows` tokens: of one sequence, or with [`Head::SampleEach`]
-/// of all of them.
+/// Builds the decoder `config` describes, for passes of at most `rows` tokens: of one sequence, or with
+/// [`Head::SampleEach`] of all of them.
 ///
 /// # Errors
 /// What the checkpoint lacks, or an operator that cannot be.
@@ -144,8 +147,9 @@ pub fn build<'a>(
     build_layers(Decoder::new(config, weights, rows, cache, head))
 }
 
-/// Builds the decoder `config` describes with what `sentence` says is done with its rows' vectors, for passes of at most `rows` tokens. Where
-/// these [take a sentence whole](SentenceConfig::takes_whole), there is no cache, but keys and values of its type.
+/// Builds the decoder `config` describes with what `sentence` says is done with its rows' vectors, for passes of at
+/// most `rows` tokens. Where these [take a sentence whole](SentenceConfig::takes_whole), there is no cache, but keys
+/// and values of its type.
 ///
 /// # Errors
 /// As [`build`].
@@ -185,8 +189,8 @@ pub struct Decoder<'a> {
     sentence: Option<&'a SentenceConfig>,
 }
 
-/// Queries, keys and values of one layer, `[rows, heads * head_dim]` and twice `[rows, kv_heads * head_dim]`. Attention's [gate](DecoderConfig::gate) may stand
-/// behind each query, or by itself.
+/// Queries, keys and values of one layer, `[rows, heads * head_dim]` and twice `[rows, kv_heads * head_dim]`.
+/// Attention's [gate](DecoderConfig::gate) may stand behind each query, or by itself.
 #[derive(Clone, Copy, Debug)]
 pub struct Projected {
     q: TensorId,
@@ -279,8 +283,8 @@ impl<'a> Decoder<'a> {
         Ok(self.graph.linear(name, x, w, bias, Activation::None, residual)?)
     }
 
-    /// Matrices of `inner` columns, each with so many rows as stand beside its name; where the checkpoint has them as one, in their order,
-    /// that is called `fused`.
+    /// Matrices of `inner` columns, each with so many rows as stand beside its name; where the checkpoint has them as
+    /// one, in their order, that is called `fused`.
     fn matrices<const N: usize>(
         &mut self,
         parts: [(&str, usize); N],
@@ -329,8 +333,8 @@ impl<'a> Decoder<'a> {
         if self.config.gate == Some(AttentionGate::BesideQueries) { 2 } else { 1 }
     }
 
-    /// Rotates queries and keys (normalised first, where the configuration says so), appends keys and values to the layer's
-    /// cache and attends, causally or in the layer's window: `[rows, heads * head_dim]`.
+    /// Rotates queries and keys (normalised first, where the configuration says so), appends keys and values to the
+    /// layer's cache and attends, causally or in the layer's window: `[rows, heads * head_dim]`.
     pub fn attend(&mut self, layer: usize, mut p: Projected) -> Result<TensorId, BuildError> {
         let DecoderConfig { n_heads, n_kv_heads, head_dim, rotary_dim, rms_norm_eps, qk_norm, .. } = *self.config;
         let rows = self.graph.rows.unwrap_or(1) as usize;
@@ -420,7 +424,8 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// (x +) norm(state space(silu(convolution(h . in^T))) * silu(gate)) . out^T, where gate, too, is a part of h . in^T.
+    /// (x +) norm(state space(silu(convolution(h . in^T))) * silu(gate)) . out^T, where gate, too, is a part of h .
+    /// in^T.
     fn state_space(
         &mut self,
         layer: usize,
@@ -546,7 +551,8 @@ impl<'a> Decoder<'a> {
         self.linear(&name, attended, [hidden_size, n_heads * head_dim], output_bias, x)
     }
 
-    /// (x +) what the layer's MLP makes of h: the one there is, or of [several](Decoder::experts) those that each row goes to.
+    /// (x +) what the layer's MLP makes of h: the one there is, or of [several](Decoder::experts) those that each row
+    /// goes to.
     pub fn mlp(&mut self, layer: usize, h: TensorId, x: Option<TensorId>) -> Result<TensorId, BuildError> {
         let DecoderConfig { architecture, intermediate_size, .. } = *self.config;
         let Some(experts) = self.config.experts_of(layer) else {
@@ -592,7 +598,8 @@ impl<'a> Decoder<'a> {
         self.linear(&down, gated, [hidden_size, intermediate_size], mlp_bias, x)
     }
 
-    /// (x +) sigmoid(h . weigher^T) * what an MLP that all rows go to makes of h: a mixture of one, so that the first of its products multiplies.
+    /// (x +) sigmoid(h . weigher^T) * what an MLP that all rows go to makes of h: a mixture of one, so that the first
+    /// of its products multiplies.
     fn weighed_mlp(
         &mut self,
         layer: usize,
@@ -678,8 +685,8 @@ impl<'a> Decoder<'a> {
         Ok(self.graph.experts(&format!("{prefix}.experts"), h, args)?)
     }
 
-    /// The final norm, the head, and what the pass ends with. Output `logits`: `[1, vocab]` or `[rows, vocab]` f32; or `embedding`:
-    /// `[1, dim]` f32.
+    /// The final norm, the head, and what the pass ends with. Output `logits`: `[1, vocab]` or `[rows, vocab]` f32; or
+    /// `embedding`: `[1, dim]` f32.
     pub fn finish(mut self, x: TensorId) -> Result<KernelGraph, BuildError> {
         if let Some(sentence) = self.sentence {
             let x = embedding::pooled_rows(&mut self.graph, sentence, x)?;

@@ -18,7 +18,8 @@ pub(super) fn pooled_rows(
     }
 }
 
-/// Adds to `graph` what `sentence` says is done with the vectors `x` of its [`pooled_rows`]. Output `embedding`: `[1, dim]` f32.
+/// Adds to `graph` what `sentence` says is done with the vectors `x` of its [`pooled_rows`]. Output `embedding`: `[1,
+/// dim]` f32.
 pub(super) fn finish(
     graph: &mut KernelGraph,
     weights: &Declared<'_>,

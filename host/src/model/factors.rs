@@ -1,5 +1,6 @@
-//! The factors of norms of which a checkpoint has something else, as kernels multiply with them, in f32: where it has them less one, one more
-//! each, since bf16 has not the digits for it; before the head of a network that divides its logits, each divided by the number.
+//! The factors of norms of which a checkpoint has something else, as kernels multiply with them, in f32: where it has
+//! them less one, one more each, since bf16 has not the digits for it; before the head of a network that divides its
+//! logits, each divided by the number.
 
 use std::collections::HashMap;
 
@@ -18,7 +19,8 @@ pub(super) const DTYPE: DType = DType::F32;
 pub(super) struct Factors(HashMap<String, Vec<f32>>);
 
 impl Factors {
-    /// Of a network of this configuration, as far as `weights` has them: what it lacks, whoever builds the network hears.
+    /// Of a network of this configuration, as far as `weights` has them: what it lacks, whoever builds the network
+    /// hears.
     pub(super) fn of(config: &ModelConfig, weights: &Weights) -> Factors {
         let ModelConfig::Decoder(decoder) = config else { return Factors::default() };
         let specs = layout::tensors(config).into_iter().filter(|spec| spec.role.is_made());

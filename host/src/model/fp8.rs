@@ -1,8 +1,10 @@
-//! Matrices whose files have them in FP8: E4M3 (a sign, four bits of exponent, three of mantissa; no infinity, "FP8 Formats for Deep Learning",
-//! arXiv 2209.05433), and scales that a whole matrix, a row, or a block of rows and columns shares. An element is its number times its scale.
+//! Matrices whose files have them in FP8: E4M3 (a sign, four bits of exponent, three of mantissa; no infinity, "FP8
+//! Formats for Deep Learning", arXiv 2209.05433), and scales that a whole matrix, a row, or a block of rows and columns
+//! shares. An element is its number times its scale.
 //!
-//! The network reads them in bf16, the numbers nearest to these, as `transformers` has them where there is no GPU; `Quantize::Q8` makes of these again a
-//! byte each. Scales of activations are not heeded: activations are not rounded to 8 bits.
+//! The network reads them in bf16, the numbers nearest to these, as `transformers` has them where there is no GPU;
+//! `Quantize::Q8` makes of these again a byte each. Scales of activations are not heeded: activations are not rounded
+//! to 8 bits.
 
 use half::{bf16, f16};
 use safetensors::tensor::Dtype as FileDtype;
@@ -10,16 +12,16 @@ use safetensors::tensor::Dtype as FileDtype;
 use super::error::{ModelError, shape_text};
 use super::remade::{Origin, Part, Remade};
 
-/// What is behind a matrix's name in that of its scales: in DeepSeek's files, and those that do as they; in those of compressed-tensors, ModelOpt and
-/// FBGEMM.
+/// What is behind a matrix's name in that of its scales: in DeepSeek's files, and those that do as they; in those of
+/// compressed-tensors, ModelOpt and FBGEMM.
 pub(super) const SCALES: [&str; 2] = ["_scale_inv", "_scale"];
 
 /// What the names of scales end with that say how activations, keys and values may be rounded.
 pub(super) const SCALES_OF_ACTIVATIONS: [&str; 5] =
     [".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale"];
 
-/// What the matrix called `name`, of this shape, is made of, itself in FP8 and its scales, which are of shape `grid`, for blocks of so many rows and columns
-/// each, where files say how many.
+/// What the matrix called `name`, of this shape, is made of, itself in FP8 and its scales, which are of shape `grid`,
+/// for blocks of so many rows and columns each, where files say how many.
 ///
 /// # Errors
 /// Scales that are neither one, nor one a row, nor one a block.
@@ -51,7 +53,8 @@ pub(super) fn may_be_scales(dtype: FileDtype) -> bool {
     matches!(dtype, FileDtype::F32 | FileDtype::BF16 | FileDtype::F16 | FileDtype::F8_E8M0)
 }
 
-/// Writes the elements of the matrix of `k` columns, times their scales, to `out`, in bf16; the place of the first that is no number as the error.
+/// Writes the elements of the matrix of `k` columns, times their scales, to `out`, in bf16; the place of the first that
+/// is no number as the error.
 pub(super) fn widen(
     elements: &[u8],
     k: usize,

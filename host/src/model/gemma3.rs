@@ -1,5 +1,5 @@
-//! Gemma 3, GLM 4, Trinity and LFM3: what attention and MLP make is normalised, too, before it is added. Gemma's heads of q and k are normalised before the
-//! rotation, whose base is another in layers with a window.
+//! Gemma 3, GLM 4, Trinity and LFM3: what attention and MLP make is normalised, too, before it is added. Gemma's heads
+//! of q and k are normalised before the rotation, whose base is another in layers with a window.
 
 use super::decoder::{BuildError, Decoder};
 use super::layout::DecoderNames;

@@ -1,8 +1,8 @@
 //! generation_config.json: where to stop, and how not to repeat oneself.
 //!
 //! Temperature and the like in this file are the publisher's taste, not part of the model, and are not taken: decoding
-//! is greedy unless the caller asks otherwise. What changes greedy decoding is taken, or, where that is not done, kept by
-//! name, to be said aloud.
+//! is greedy unless the caller asks otherwise. What changes greedy decoding is taken, or, where that is not done, kept
+//! by name, to be said aloud.
 
 use std::path::Path;
 

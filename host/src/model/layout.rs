@@ -28,10 +28,11 @@ pub enum Role {
     Norm,
     /// The same, each less one.
     NormLessOne,
-    /// The factors of the norm before the head, of a network that divides its logits: it reads each divided by that number.
+    /// The factors of the norm before the head, of a network that divides its logits: it reads each divided by that
+    /// number.
     DividedNorm,
-    /// `[experts, hidden]`: the matrix whose products say to which experts a row goes, or how much one counts; or how much of a state stays, and is
-    /// corrected.
+    /// `[experts, hidden]`: the matrix whose products say to which experts a row goes, or how much one counts; or how
+    /// much of a state stays, and is corrected.
     Router,
     /// `[experts]`: what is added to the sigmoids by which experts are chosen.
     Correction,
@@ -188,11 +189,13 @@ pub fn packed(config: &ModelConfig) -> HashMap<String, DType> {
     packed.map(|spec| (spec.name, DType::Mx4)).collect()
 }
 
-/// Whether `name` is a tensor that published checkpoints have and a network of this configuration has no use for. A tensor
-/// that neither this nor [`tensors`] knows may mean that the network was trained as another than its configuration says.
+/// Whether `name` is a tensor that published checkpoints have and a network of this configuration has no use for. A
+/// tensor that neither this nor [`tensors`] knows may mean that the network was trained as another than its
+/// configuration says.
 pub fn is_spare(config: &ModelConfig, name: &str) -> bool {
     match config {
-        // A head that is the embeddings once more; older versions of transformers saved what they computed from the configuration.
+        // A head that is the embeddings once more; older versions of transformers saved what they computed from the
+        // configuration.
         ModelConfig::Decoder(config) => {
             // What sees or hears, in a model of which the half that reads is taken, and what that can do without.
             const OTHER_HALVES: [&str; 8] = [
@@ -225,7 +228,8 @@ pub fn is_spare(config: &ModelConfig, name: &str) -> bool {
     }
 }
 
-/// Whether `name` is of a layer behind all others, which guesses a second token, in a network that is published with one.
+/// Whether `name` is of a layer behind all others, which guesses a second token, in a network that is published with
+/// one.
 fn is_beyond_layers(config: &DecoderConfig, name: &str) -> bool {
     let layer = name.strip_prefix("layers.").and_then(|name| name.split('.').next()?.parse::<usize>().ok());
     config.architecture == Architecture::Glm4Moe && layer.is_some_and(|layer| layer >= config.n_layers)
@@ -290,7 +294,8 @@ impl MlpNames {
         self.parts[0].strip_suffix(".gate_proj").unwrap_or(self.parts[0])
     }
 
-    /// The matrices of an MLP of `intermediate` elements between rows of `hidden`: their names, their rows and their columns.
+    /// The matrices of an MLP of `intermediate` elements between rows of `hidden`: their names, their rows and their
+    /// columns.
     fn matrices(&self, hidden: usize, intermediate: usize) -> Vec<(&'static str, usize, usize)> {
         let [gate, up, down] = self.parts;
         let mut matrices = match self.fused {
@@ -313,8 +318,8 @@ pub(crate) struct ExpertNames {
     experts: &'static str,
     /// Gate, up and down, in an expert.
     parts: [&'static str; 3],
-    /// What checkpoints have in place of the experts' matrices: `[experts, 2 * intermediate, hidden]`, gates before ups in each, and
-    /// `[experts, hidden, intermediate]`.
+    /// What checkpoints have in place of the experts' matrices: `[experts, 2 * intermediate, hidden]`, gates before ups
+    /// in each, and `[experts, hidden, intermediate]`.
     stacks: Option<[&'static str; 2]>,
     /// Whether some have the matrices themselves.
     may_be_apart: bool,
@@ -356,7 +361,8 @@ pub(super) fn stacks(config: &ModelConfig) -> Vec<Stack> {
     (0..c.n_layers).filter(|layer| experts.layers[*layer]).flat_map(of_layer).collect()
 }
 
-/// [`tensors`], as files have them: stacks in the place of their parts, and behind all others what tensors are [made](remade) of.
+/// [`tensors`], as files have them: stacks in the place of their parts, and behind all others what tensors are
+/// [made](remade) of.
 pub(super) fn tensors_of_files(config: &ModelConfig) -> Vec<TensorSpec> {
     let made: HashSet<String> = remade::of(config).into_iter().map(|remade| remade.name).collect();
     let stacks = stacks(config);
@@ -646,7 +652,8 @@ mod tests {
     use serde_json::json;
     use std::path::Path;
 
-    /// What published checkpoints call what is called otherwise than in others, written down by hand: `synth` and networks have their names from here both.
+    /// What published checkpoints call what is called otherwise than in others, written down by hand: `synth` and
+    /// networks have their names from here both.
     #[test]
     fn names_are_those_of_published_checkpoints() {
         for (preset, class, names) in [

@@ -1,14 +1,15 @@
 //! A model folder: WHICH network, its numbers, its words.
 //!
 //! In comes a folder laid out as model repositories are (config.json, model.safetensors or shards, tokenizer.json,
-//! generation_config.json, chat_template.jinja; modules.json for sentence embeddings); out goes [`ModelFolder`]. Nothing
-//! here knows how a network is computed.
+//! generation_config.json, chat_template.jinja; modules.json for sentence embeddings); out goes [`ModelFolder`].
+//! Nothing here knows how a network is computed.
 //!
 //! Laws:
 //! - Whatever a folder holds, it is read or refused with one line that names file, key, value and expectation; never a
 //!   panic. What would change the result and is not done is refused, never ignored.
-//! - Opening is cheap: tokenizer, chat template and weights are read when first asked for, once, and weights are mapped, not copied. (A head that is said to be the
-//!   embedding table is compared with it, where the files have both.)
+//! - Opening is cheap: tokenizer, chat template and weights are read when first asked for, once, and weights are
+//!   mapped, not copied. (A head that is said to be the embedding table is compared with it, where the files have
+//!   both.)
 
 mod aligned;
 mod declared;
@@ -121,8 +122,8 @@ impl ModelFolder {
         Ok(folder)
     }
 
-    /// Whether the checkpoint has a head that is not the embeddings, which its configuration says it is: transformers goes by the file.
-    /// What is wrong with the weights, whoever needs them hears.
+    /// Whether the checkpoint has a head that is not the embeddings, which its configuration says it is: transformers
+    /// goes by the file. What is wrong with the weights, whoever needs them hears.
     fn has_head_of_its_own(&self) -> bool {
         let ModelConfig::Decoder(DecoderConfig { tie_word_embeddings: true, .. }) = &self.config else { return false };
         let Ok(weights) = self.weights() else { return false };
@@ -242,8 +243,9 @@ impl ModelFolder {
         Ok(self.weights.get_or_init(|| weights))
     }
 
-    /// The bytes of tensor `name` as the network reads them: as they are in the checkpoint, but for what is [made](Weights::make_all) of it, factors of norms that it has less one, which
-    /// are in f32 and one more, and for those of a norm whose factors take part in dividing logits, in f32, too.
+    /// The bytes of tensor `name` as the network reads them: as they are in the checkpoint, but for what is
+    /// [made](Weights::make_all) of it, factors of norms that it has less one, which are in f32 and one more, and for
+    /// those of a norm whose factors take part in dividing logits, in f32, too.
     pub fn tensor_bytes(&self, name: &str) -> Option<&[u8]> {
         let weights = self.weights().ok()?;
         let factors = self.factors.get_or_init(|| Factors::of(&self.config, weights));
@@ -283,7 +285,8 @@ impl ModelFolder {
         Ok(of_network.chain(dense.flat_map(Dense::tensors).map(|(name, _)| name)).collect())
     }
 
-    /// What stands before the names of an encoder's tensors: `bert.` or `roberta.` where the model was saved with a head on top.
+    /// What stands before the names of an encoder's tensors: `bert.` or `roberta.` where the model was saved with a
+    /// head on top.
     pub fn encoder_prefix(&self) -> Result<&'static str, ModelError> {
         if !self.config.architecture().is_encoder() {
             return Ok("");
@@ -293,8 +296,8 @@ impl ModelFolder {
         Ok(layout::ENCODERS.into_iter().find(is_before).unwrap_or(""))
     }
 
-    /// The longest input that gives what the model was trained to give: the configuration's context or a sentence model's
-    /// `max_seq_length`, whichever is less.
+    /// The longest input that gives what the model was trained to give: the configuration's context or a sentence
+    /// model's `max_seq_length`, whichever is less.
     pub fn max_tokens(&self) -> usize {
         let mut max = self.config.max_position_embeddings();
         if let Some(sentence) = &self.sentence {
@@ -337,8 +340,8 @@ impl ModelFolder {
         ReasoningParser::new(self.tokenizer()?, prompt)
     }
 
-    /// Token ids of a sentence to embed: prepared as the sentence model says, after its `prompt` of this name (`None`: its default
-    /// one, if it has one), cut to its longest input.
+    /// Token ids of a sentence to embed: prepared as the sentence model says, after its `prompt` of this name (`None`:
+    /// its default one, if it has one), cut to its longest input.
     pub fn encode_sentence(&self, prompt: Option<&str>, text: &str) -> Result<Vec<u32>, ModelError> {
         Ok(self.encode_sentence_within(prompt, text, self.max_tokens())?.0)
     }
@@ -449,8 +452,8 @@ mod tests {
         }
     }
 
-    /// gpt-oss's experts, and matrices whose rows stand in another order: made when they are asked for or all at once, the same; and files that are not as the
-    /// configuration says.
+    /// gpt-oss's experts, and matrices whose rows stand in another order: made when they are asked for or all at once,
+    /// the same; and files that are not as the configuration says.
     #[test]
     fn tensors_are_made_of_what_files_have() {
         for name in ["tiny-gpt-oss", "tiny-gpt-oss-bf16", "tiny-glm4", "tiny-qwen3-next", "tiny-qwen3-fp8"] {
@@ -513,8 +516,8 @@ mod tests {
         assert!(message.starts_with("token id ") && message.ends_with("expected 0 to 49"), "{message}");
     }
 
-    /// Writes `from`'s tensors with others beside them, each of one f32, as the checkpoint of the folder `to`. A name of
-    /// `from` that ends with the first of `renamed` ends with the second instead.
+    /// Writes `from`'s tensors with others beside them, each of one f32, as the checkpoint of the folder `to`. A name
+    /// of `from` that ends with the first of `renamed` ends with the second instead.
     fn add_tensors(from: &Weights, to: &Path, prefix: &str, renamed: [&str; 2], others: &[&str]) {
         use safetensors::{Dtype, tensor::TensorView as View};
         let rename = |name: &str| match name.strip_suffix(renamed[0]) {

@@ -1,4 +1,5 @@
-//! ModernBERT: norms before attention and MLP, queries and keys turned by their positions, windows in most layers, gated MLPs; then pooling.
+//! ModernBERT: norms before attention and MLP, queries and keys turned by their positions, windows in most layers,
+//! gated MLPs; then pooling.
 
 use super::config::ModernBertConfig;
 use super::decoder::{BuildError, rope_frequencies};
@@ -20,8 +21,8 @@ struct Encoder<'a> {
     graph: KernelGraph,
 }
 
-/// Builds the network for passes of at most `rows` tokens, of sentences of at most `context`, with keys and values of type `dtype`. Output
-/// `embedding`: `[1, dim]` f32.
+/// Builds the network for passes of at most `rows` tokens, of sentences of at most `context`, with keys and values of
+/// type `dtype`. Output `embedding`: `[1, dim]` f32.
 pub fn build(
     config: &ModernBertConfig,
     sentence: &SentenceConfig,

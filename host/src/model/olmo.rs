@@ -1,5 +1,5 @@
-//! OLMo 2, OLMo 3 and EXAONE 4: what attention and MLP make is normalised before it is added, and nothing before they read it. OLMo
-//! normalises all queries of a row together, and all keys, EXAONE each head's.
+//! OLMo 2, OLMo 3 and EXAONE 4: what attention and MLP make is normalised before it is added, and nothing before they
+//! read it. OLMo normalises all queries of a row together, and all keys, EXAONE each head's.
 
 use super::decoder::{BuildError, Decoder};
 use super::layout::DecoderNames;

@@ -1,8 +1,8 @@
 //! What chat templates take from Python.
 //!
-//! Published templates are written for jinja2, whose values are Python's, and some lean on it where minijinja differs: `none` cannot be
-//! iterated over, text and dictionaries are sequences too, `int` never fails, `tojson` has the keywords of `json.dumps`, and texts have
-//! Python's methods. Positions are counted in characters.
+//! Published templates are written for jinja2, whose values are Python's, and some lean on it where minijinja differs:
+//! `none` cannot be iterated over, text and dictionaries are sequences too, `int` never fails, `tojson` has the
+//! keywords of `json.dumps`, and texts have Python's methods. Positions are counted in characters.
 
 use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
 use minijinja::{Environment, Error, ErrorKind, State, Value, escape_formatter, filters};
@@ -382,8 +382,8 @@ fn lacking(text: &str, width: usize) -> Result<usize, Error> {
     Ok(check_width(width)?.saturating_sub(text.chars().count()))
 }
 
-/// Whether `width` is one that a text, or an indentation, may have: one of billions would fill the memory of who reads the template, which
-/// ends the program.
+/// Whether `width` is one that a text, or an indentation, may have: one of billions would fill the memory of who reads
+/// the template, which ends the program.
 fn check_width(width: usize) -> Result<usize, Error> {
     const MOST: usize = 1 << 16;
     if width > MOST {
@@ -392,7 +392,8 @@ fn check_width(width: usize) -> Result<usize, Error> {
     Ok(width)
 }
 
-/// Whether `value` is nested no deeper than what may be written: that goes by recursion. JSON that can be read has 128 levels.
+/// Whether `value` is nested no deeper than what may be written: that goes by recursion. JSON that can be read has 128
+/// levels.
 fn check_depth(value: &Value) -> Result<(), Error> {
     const MOST: usize = 200;
     fn check(value: &Value, left: usize) -> Result<(), Error> {

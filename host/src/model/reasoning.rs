@@ -1,10 +1,13 @@
 //! What of an assistant's turn is reasoning, and what the answer.
 //!
 //! Models mark it in one of two ways, with tokens of their own:
-//! - `<think>` and `</think>` around the reasoning, or `<seed:think>` and `</seed:think>`, or `[THINK]` and `[/THINK]` (Qwen3, GLM 4.5, MiniMax M2,
-//!   SmolLM3, Seed-OSS, Mistral's and others). A template may end with the first: then a turn begins in the midst of it.
-//! - Channels (gpt-oss's "harmony"): `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`. What is said in the
-//!   channel `final`, or in none, is the answer, and what in any other reasoning; what stands between messages is neither.
+//! - `<think>` and `</think>` around the reasoning, or `<seed:think>` and `</seed:think>`, or `[THINK]` and `[/THINK]`
+//!   (Qwen3, GLM 4.5, MiniMax M2, SmolLM3, Seed-OSS, Mistral's and others). A template may end with the first: then a
+//!   turn begins in the midst of it.
+//! - Channels (gpt-oss's "harmony"):
+//!   `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`. What is said in the
+//!   channel `final`, or in none, is the answer, and what in any other reasoning; what stands between messages is
+//!   neither.
 
 use super::error::ModelError;
 use super::tokenizer::Tokenizer;

@@ -1,14 +1,16 @@
-//! Tensors that files have in another form than the network reads them in: they are made of these, in memory, when they are first wanted.
+//! Tensors that files have in another form than the network reads them in: they are made of these, in memory, when they
+//! are first wanted.
 //!
-//! Matrices whose rows, and biases whose elements, stand in another order are such: those of queries and keys where RoPE turns neighbours, and not
-//! one half of a head with the other (scores do not see in which order a head's elements are), and those of Qwen3-Next's linear attention, which
-//! have what belongs to a key's head together.
+//! Matrices whose rows, and biases whose elements, stand in another order are such: those of queries and keys where
+//! RoPE turns neighbours, and not one half of a head with the other (scores do not see in which order a head's elements
+//! are), and those of Qwen3-Next's linear attention, which have what belongs to a key's head together.
 //!
 //! Matrices in FP8 are such, see [`fp8`]; others may be made of these.
 //!
-//! gpt-oss's experts are such, all of a layer's in one tensor. Gates and ups take turns in it, so an expert's matrix is every second row, or as
-//! `transformers` writes it, every second column. Published files have the matrices in MXFP4: blocks of 32 elements along a row, sixteen bytes, an element's
-//! E2M1 in half of one, the lower half first, and a byte that says which power of two they share (E8M0, OCP Microscaling Formats 1.0).
+//! gpt-oss's experts are such, all of a layer's in one tensor. Gates and ups take turns in it, so an expert's matrix is
+//! every second row, or as `transformers` writes it, every second column. Published files have the matrices in MXFP4:
+//! blocks of 32 elements along a row, sixteen bytes, an element's E2M1 in half of one, the lower half first, and a byte
+//! that says which power of two they share (E8M0, OCP Microscaling Formats 1.0).
 
 use perpetua_shared::DType;
 use perpetua_shared::dtype::{Q4, Q4_BLOCK, q4_at};
@@ -44,7 +46,8 @@ pub(super) enum Origin {
     Elements { rows: String, which: Every },
     /// Rows of `rows`, in another order, or some of them.
     Rows { rows: String, runs: Vec<Run> },
-    /// The matrix `elements` [in FP8](fp8), with `scales`, of shape `grid`, one for each block of so many rows and columns.
+    /// The matrix `elements` [in FP8](fp8), with `scales`, of shape `grid`, one for each block of so many rows and
+    /// columns.
     Fp8 { elements: String, scales: String, grid: Vec<usize>, block: [usize; 2] },
 }
 
@@ -79,7 +82,8 @@ impl Every {
 const GATE_UP: &str = EXPERT_STACKS[0];
 const DOWN: &str = EXPERT_STACKS[1];
 
-/// Experts' biases as the network reads them, in a layer: of gates and ups, `[experts, intermediate]`, and, as files have it, of downs, `[experts, hidden]`.
+/// Experts' biases as the network reads them, in a layer: of gates and ups, `[experts, intermediate]`, and, as files
+/// have it, of downs, `[experts, hidden]`.
 pub(super) const BIASES: [&str; 3] =
     ["mlp.experts.gate_proj_bias", "mlp.experts.up_proj_bias", "mlp.experts.down_proj_bias"];
 
@@ -149,7 +153,8 @@ fn reordered(c: &DecoderConfig) -> Vec<(Remade, TensorSpec)> {
     all
 }
 
-/// The elements of heads whose first `turned` are turned as neighbours, so that in their place are those of one half, those of the other, and the rest.
+/// The elements of heads whose first `turned` are turned as neighbours, so that in their place are those of one half,
+/// those of the other, and the rest.
 fn halves(heads: usize, head_dim: usize, turned: usize) -> Vec<Run> {
     let of_head = |head: usize| {
         let first = head * head_dim;
@@ -369,7 +374,8 @@ fn half_of_power(number: u8) -> u16 {
 
 /// Columns of a matrix of `k` rows of `columns` elements, of so many bytes each, as rows of `k`.
 fn transposed([rows, k]: [usize; 2], which: Every, bytes: usize, (from, columns): (&[u8], usize), out: &mut [u8]) {
-    // So many at a time that what is read of a line is still in the first cache when the next of its elements are wanted.
+    // So many at a time that what is read of a line is still in the first cache when the next of its elements are
+    // wanted.
     const TOGETHER: usize = 32;
     for first in (0..rows).step_by(TOGETHER) {
         let end = rows.min(first + TOGETHER);

@@ -1,8 +1,8 @@
 //! Sentence embedding folders: what is done with the encoder's vectors, one per token.
 //!
-//! In comes a folder as sentence-transformers lays it out: modules.json names the steps (Transformer, Pooling,
-//! Dense, Normalize), each in a folder of its own, the Transformer often in the top one. A folder without modules.json is a plain
-//! BERT: mean pooling over all tokens, not normalised.
+//! In comes a folder as sentence-transformers lays it out: modules.json names the steps (Transformer, Pooling, Dense,
+//! Normalize), each in a folder of its own, the Transformer often in the top one. A folder without modules.json is a
+//! plain BERT: mean pooling over all tokens, not normalised.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -36,7 +36,8 @@ pub struct SentenceConfig {
     pub max_seq_length: Option<usize>,
     /// Whether the tokenizer is to put texts in lower case (it may do so by itself).
     pub lower_case: bool,
-    /// Texts to put before a sentence that say what it is for, by their names. Every model has `query` and `document`, be they empty.
+    /// Texts to put before a sentence that say what it is for, by their names. Every model has `query` and `document`,
+    /// be they empty.
     pub prompts: Vec<(String, String)>,
     /// The one that is put before a sentence unless told otherwise.
     pub default_prompt: Option<String>,
@@ -328,13 +329,14 @@ impl SentenceConfig {
         Ok(prompt)
     }
 
-    /// Whether a sentence is to be read in one pass: what is done with its tokens' vectors wants more than the last one's, or each depends on all
-    /// tokens.
+    /// Whether a sentence is to be read in one pass: what is done with its tokens' vectors wants more than the last
+    /// one's, or each depends on all tokens.
     pub fn takes_whole(&self, is_bidirectional: bool) -> bool {
         is_bidirectional || self.pooling != Pooling::LastToken
     }
 
-    /// The text as the tokenizer is to see it, as a `prompt`, one of [`SentenceConfig::prompts`] by its name; `None`: the default one.
+    /// The text as the tokenizer is to see it, as a `prompt`, one of [`SentenceConfig::prompts`] by its name; `None`:
+    /// the default one.
     ///
     /// # Errors
     /// A prompt that the model does not have.

@@ -5,14 +5,14 @@
 //!
 //! # Text while it is made
 //! A token may end inside a character, and some decoders treat the first token of a text specially, so text cannot be
-//! made token by token. [`DecodeStream`] decodes a short window of the last tokens again at each step and gives out what
-//! is new. Laws:
+//! made token by token. [`DecodeStream`] decodes a short window of the last tokens again at each step and gives out
+//! what is new. Laws:
 //! - What it gives out is valid UTF-8, and what was given out is never taken back.
 //! - The last few U+FFFD of a window are withheld: an unfinished character decodes to at most three of them (one per
-//!   byte where the decoder works byte by byte). When the character completes they vanish; when it never does, they come
-//!   out later, at the latest with [`DecodeStream::finish`].
-//! - All pieces together are what decoding all tokens at once gives. (Decoders with byte fallback turn a valid character
-//!   into U+FFFD when an invalid byte follows; here it was already given out, and stays.)
+//!   byte where the decoder works byte by byte). When the character completes they vanish; when it never does, they
+//!   come out later, at the latest with [`DecodeStream::finish`].
+//! - All pieces together are what decoding all tokens at once gives. (Decoders with byte fallback turn a valid
+//!   character into U+FFFD when an invalid byte follows; here it was already given out, and stays.)
 //! - A step costs the same however long the text is: the window is bounded.
 
 use std::cell::Cell;
@@ -88,8 +88,8 @@ impl Tokenizer {
         Ok(Tokenizer { path: path.to_owned(), inner, cuts: cuts.unwrap_or_default(), most: None })
     }
 
-    /// From now on [`Tokenizer::encode`] gives at most `max_tokens` ids, special tokens included: the text is cut at its end, or at its
-    /// beginning where the files say so.
+    /// From now on [`Tokenizer::encode`] gives at most `max_tokens` ids, special tokens included: the text is cut at
+    /// its end, or at its beginning where the files say so.
     ///
     /// # Errors
     /// No room for text.
@@ -136,7 +136,8 @@ impl Tokenizer {
         }
     }
 
-    /// As [`Tokenizer::encode`], at most `max_tokens` ids, special tokens included; and whether the text was cut for that.
+    /// As [`Tokenizer::encode`], at most `max_tokens` ids, special tokens included; and whether the text was cut for
+    /// that.
     ///
     /// # Errors
     /// As [`Tokenizer::encode`]; no room for text.
@@ -307,7 +308,8 @@ impl DecodeStream<'_> {
     /// Keeps the window bounded, so that a step costs the same however long the text is.
     fn shorten(&mut self) -> Result<(), ModelError> {
         let len = self.window.len();
-        // What the window shows would not be what it has shown while the decoder takes some of that back (byte fallback).
+        // What the window shows would not be what it has shown while the decoder takes some of that back (byte
+        // fallback).
         if len <= LONG_WINDOW_TOKENS || !self.is_whole() && len <= MAX_WINDOW_TOKENS {
             return Ok(());
         }
@@ -630,7 +632,8 @@ mod tests {
         assert!(message.ends_with("no tokenizer.json"), "{message}");
     }
 
-    /// A window that has become too long between two bytes of a character, while the decoder takes back the character before.
+    /// A window that has become too long between two bytes of a character, while the decoder takes back the character
+    /// before.
     #[test]
     fn nothing_is_given_twice_where_a_window_is_cut() {
         let tokenizer = byte_fallback();

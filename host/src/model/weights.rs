@@ -1,16 +1,17 @@
-//! The weights of a model folder, memory-mapped: `model.safetensors`, or shards named by `model.safetensors.index.json`.
+//! The weights of a model folder, memory-mapped: `model.safetensors`, or shards named by
+//! `model.safetensors.index.json`.
 //!
-//! In comes a folder; out goes a table from tensor name to dtype, shape and bytes inside the mapping, so that a weight is
-//! read from the file's pages where it lies and never copied to be looked at.
+//! In comes a folder; out goes a table from tensor name to dtype, shape and bytes inside the mapping, so that a weight
+//! is read from the file's pages where it lies and never copied to be looked at.
 //!
 //! Laws:
-//! - After `open` every range handed out lies inside its mapping and holds exactly `shape` elements of `dtype`; tensors of
-//!   one file do not overlap and leave no gaps (the format's own rule).
+//! - After `open` every range handed out lies inside its mapping and holds exactly `shape` elements of `dtype`; tensors
+//!   of one file do not overlap and leave no gaps (the format's own rule).
 //! - Every name occurs once over all shards, and where there is an index it and the shards agree.
-//! - Nothing is promised about alignment: the format lets data start at any byte. A reader that wants elements must check
-//!   with [`TensorView::is_aligned`] or copy.
-//! - A file must not be changed while it is mapped; another process that truncates one ends this process (SIGBUS), which
-//!   is the price of not copying.
+//! - Nothing is promised about alignment: the format lets data start at any byte. A reader that wants elements must
+//!   check with [`TensorView::is_aligned`] or copy.
+//! - A file must not be changed while it is mapped; another process that truncates one ends this process (SIGBUS),
+//!   which is the price of not copying.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -166,7 +167,8 @@ impl Weights {
         if exists(&path)? { self.add_shard(&path, prefix) } else { Err(no_weights(dir)) }
     }
 
-    /// Replaces tensor `name`, which must be there and have this shape, by `parts`, which lie in it one after the other and have as many elements each.
+    /// Replaces tensor `name`, which must be there and have this shape, by `parts`, which lie in it one after the other
+    /// and have as many elements each.
     ///
     /// # Panics
     /// If these are not its elements, or it is [made](Weights::remake).
@@ -196,7 +198,8 @@ impl Weights {
         Ok(())
     }
 
-    /// Puts matrices in the place of those among `names` that files have in [FP8](super::fp8), with scales of so many elements each, or of whatever their shape says.
+    /// Puts matrices in the place of those among `names` that files have in [FP8](super::fp8), with scales of so many
+    /// elements each, or of whatever their shape says.
     pub(super) fn widen_fp8<'a>(
         &mut self,
         names: impl Iterator<Item = &'a str>,
@@ -219,7 +222,8 @@ impl Weights {
         self.remake(all.into_values().collect())
     }
 
-    /// Puts tensors that are made in the place of those that they are made of, which must be there, with the shapes and types for it.
+    /// Puts tensors that are made in the place of those that they are made of, which must be there, with the shapes and
+    /// types for it.
     pub(super) fn remake(&mut self, all: Vec<Remade>) -> Result<(), ModelError> {
         // Of one several may be made.
         let mut taken: BTreeMap<String, Arc<Tensor>> = BTreeMap::new();
@@ -321,7 +325,8 @@ impl Weights {
         self.unmade().map(Made::size_bytes).sum()
     }
 
-    /// Makes what is made of other tensors, and has not been, on all cores; `progress` is called with the bytes of some at a time.
+    /// Makes what is made of other tensors, and has not been, on all cores; `progress` is called with the bytes of some
+    /// at a time.
     ///
     /// # Errors
     /// No memory; what is not a number.
@@ -444,8 +449,8 @@ impl Weights {
         self.entry(name).map(|(name, _)| name.as_str())
     }
 
-    /// The tensor of this name, if there is one and its dtype is one of [`DType`]. One that is made of others is made now, if it has not been; none where there
-    /// is no memory for it.
+    /// The tensor of this name, if there is one and its dtype is one of [`DType`]. One that is made of others is made
+    /// now, if it has not been; none where there is no memory for it.
     pub fn get(&self, name: &str) -> Option<TensorView<'_>> {
         match self.entry(name)?.1 {
             Tensor::Made(made) => self.kept(made).ok(),
@@ -457,7 +462,8 @@ impl Weights {
         }
     }
 
-    /// The type of the tensor of this name, which must be there, have this shape, and be bf16, f16 or f32, or made in fewer bits.
+    /// The type of the tensor of this name, which must be there, have this shape, and be bf16, f16 or f32, or made in
+    /// fewer bits.
     pub fn dtype(&self, name: &str, shape: &[usize]) -> Result<DType, ModelError> {
         let Some((_, tensor)) = self.entry(name) else {
             return Err(ModelError::TensorAbsent { name: name.to_owned(), path: self.source.clone() });
@@ -483,8 +489,8 @@ impl Weights {
         }
     }
 
-    /// Gives back the memory that the pages of `part`, bytes of one of the tensors, take; they are read from the file again
-    /// when they are wanted.
+    /// Gives back the memory that the pages of `part`, bytes of one of the tensors, take; they are read from the file
+    /// again when they are wanted.
     pub fn release(&self, part: &[u8]) {
         #[cfg(unix)]
         for shard in &self.shards {
@@ -493,8 +499,8 @@ impl Weights {
                 continue;
             }
             let first = part.start as usize - file.start as usize;
-            // SAFETY: the mapping is of a file and never written, so what is dropped can be read again, the same. Advice
-            // that the system does not take changes nothing.
+            // SAFETY: the mapping is of a file and never written, so what is dropped can be read again, the same.
+            // Advice that the system does not take changes nothing.
             let _ = unsafe {
                 shard.bytes.unchecked_advise_range(
                     memmap2::UncheckedAdvice::DontNeed,
@@ -521,7 +527,8 @@ impl Weights {
         if let Some(entry) = self.tensors.get_key_value(name) {
             return Some(entry);
         }
-        // A model that sees or hears has the one that reads as a part, with all its names or with what comes after `model.`.
+        // A model that sees or hears has the one that reads as a part, with all its names or with what comes after
+        // `model.`.
         let rest = name.strip_prefix("model.");
         let [inner, older] =
             ["language_model", "text_model"].map(|half| rest.map(|rest| format!("model.{half}.{rest}")));

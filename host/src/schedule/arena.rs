@@ -1,14 +1,15 @@
 //! The device arena: which bytes each intermediate buffer occupies.
 //!
-//! Tasks on different workers run side by side, so a lifetime is a set of tasks, not an interval of one list. Two buffers
-//! may share bytes when every task that touches the first *happens before* every task that writes the second, through
-//! events that are there anyway: reuse then adds no wait, and the critical path stays as it is.
+//! Tasks on different workers run side by side, so a lifetime is a set of tasks, not an interval of one list. Two
+//! buffers may share bytes when every task that touches the first *happens before* every task that writes the second,
+//! through events that are there anyway: reuse then adds no wait, and the critical path stays as it is.
 //!
-//! What happens before what is taken operator by operator. Operator `y` *covers* operator `z` when every task of `y` comes
-//! after all tasks of `z`: it waits on an event that all of them trigger; or every task of `y` comes after some task of an
-//! operator that covers `z`; or after every task of an operator some task of which comes after each task of `z`. A buffer's lifetime ends, in program order, where every later operator covers all operators
-//! that touch it; these half-open intervals of operators are a packing problem for [`crate::memory`]. That the reuse is
-//! ordered is judged afterwards on bytes, by [`crate::graph::task::check`] over the arena as one buffer.
+//! What happens before what is taken operator by operator. Operator `y` *covers* operator `z` when every task of `y`
+//! comes after all tasks of `z`: it waits on an event that all of them trigger; or every task of `y` comes after some
+//! task of an operator that covers `z`; or after every task of an operator some task of which comes after each task of
+//! `z`. A buffer's lifetime ends, in program order, where every later operator covers all operators that touch it;
+//! these half-open intervals of operators are a packing problem for [`crate::memory`]. That the reuse is ordered is
+//! judged afterwards on bytes, by [`crate::graph::task::check`] over the arena as one buffer.
 
 use crate::graph::task::{Before, OpSet, Reach, TaskGraph};
 use crate::graph::tensor::{BufferId, BufferKind, TensorId};
@@ -92,7 +93,8 @@ fn before(tasks: &TaskGraph) -> Vec<Before<Bits>> {
     // The last operator that asked about an event, and about a task.
     let mut event_seen = vec![u32::MAX; tasks.events.len()];
     let mut task_seen = vec![u32::MAX; tasks.tasks.len()];
-    // Of the operator at hand, tasks that wait on some, and on all, tasks of each producer; tasks of each producer waited on.
+    // Of the operator at hand, tasks that wait on some, and on all, tasks of each producer; tasks of each producer
+    // waited on.
     let (mut some, mut all, mut waited) = (vec![0u32; n_ops], vec![0u32; n_ops], vec![0u32; n_ops]);
     let (mut last_some, mut last_all) = (vec![u32::MAX; n_ops], vec![u32::MAX; n_ops]);
     let mut found: Vec<usize> = Vec::new();

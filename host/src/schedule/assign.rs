@@ -41,8 +41,8 @@ fn is_launched(graph: &TaskGraph, op: usize) -> bool {
     graph.classes.get(op) == Some(&TaskClass::JustInTime)
 }
 
-/// Per operator, the earlier operator whose blocks its own go with: block `b` reads what block `b` there wrote, so that on
-/// one worker the two need no hop between them. Itself, where there is none.
+/// Per operator, the earlier operator whose blocks its own go with: block `b` reads what block `b` there wrote, so that
+/// on one worker the two need no hop between them. Itself, where there is none.
 fn leaders(blocks: &ThreadBlockGraph, graph: &TaskGraph) -> Vec<usize> {
     let mut writers: Vec<Option<(usize, &Access)>> = vec![None; blocks.table.buffers.len()];
     let mut leaders: Vec<usize> = (0..blocks.ops.len()).collect();
@@ -83,8 +83,8 @@ fn levels(graph: &TaskGraph) -> Vec<u32> {
     levels
 }
 
-/// Whether two accesses with the same map give a block the same bytes: of one tensor, or of two whose first dimension alone
-/// is cut, over all of one buffer.
+/// Whether two accesses with the same map give a block the same bytes: of one tensor, or of two whose first dimension
+/// alone is cut, over all of one buffer.
 fn sees_alike(blocks: &ThreadBlockGraph, a: &Access, b: &Access) -> bool {
     let (x, y) = (&blocks.table[a.tensor], &blocks.table[b.tensor]);
     let first_only = a.map.iter().flatten().all(|dim| *dim == 0);
@@ -100,9 +100,10 @@ fn sees_alike(blocks: &ThreadBlockGraph, a: &Access, b: &Access) -> bool {
 /// Who has had less than another by more than it can take in [ahead](Slack::ahead) had nothing to do meanwhile and
 /// cannot make up for that: given more than its part of what comes next, it would keep the others waiting.
 ///
-/// A kernel with fewer blocks than workers stays with those that have run it: an SM holds the code of about one layer, and who
-/// gets the attention of every third only has to fetch it each time. Who runs it first are those with the fewest other kernels.
-/// Operators of one block that cost less than a [hop](Slack::hop) stay with one worker, since those that follow each other need none there.
+/// A kernel with fewer blocks than workers stays with those that have run it: an SM holds the code of about one layer,
+/// and who gets the attention of every third only has to fetch it each time. Who runs it first are those with the
+/// fewest other kernels. Operators of one block that cost less than a [hop](Slack::hop) stay with one worker, since
+/// those that follow each other need none there.
 pub fn balance(
     blocks: &ThreadBlockGraph,
     graph: &TaskGraph,

@@ -1,25 +1,26 @@
 //! What a schedule would take on a machine: a simulation of loaders, consumers, events and memory, tile by tile.
 //!
-//! Every worker has a loader and consumers. The loader follows the worker's [data ops](super::prefetch) in order, each as
-//! soon as the one before is off the bus and its bytes are free; a copy takes its bytes at the worker's share of the memory
-//! rate, and has arrived one latency later; a prefetch, likewise, in the L2 cache. The consumers follow the compute ops in order: the first of a task gets ready
-//! and waits for its events, as seen from that worker (one hop after the last trigger of another worker, a shorter one where flags tell it, at once after its own); each
-//! waits for its tiles; it takes the largest of its tiles at the consumption rate and its flops, the first of a task also
-//! its activations at the near rate and a fixed cost. A task without tiles takes the larger of its flops and of all that it reads, at
-//! the near rate, but for [what it may read](Reads::early_bytes) while it waits for its events.
+//! Every worker has a loader and consumers. The loader follows the worker's [data ops](super::prefetch) in order, each
+//! as soon as the one before is off the bus and its bytes are free; a copy takes its bytes at the worker's share of the
+//! memory rate, and has arrived one latency later; a prefetch, likewise, in the L2 cache. The consumers follow the
+//! compute ops in order: the first of a task gets ready and waits for its events, as seen from that worker (one hop
+//! after the last trigger of another worker, a shorter one where flags tell it, at once after its own); each waits for
+//! its tiles; it takes the largest of its tiles at the consumption rate and its flops, the first of a task also its
+//! activations at the near rate and a fixed cost. A task without tiles takes the larger of its flops and of all that it
+//! reads, at the near rate, but for [what it may read](Reads::early_bytes) while it waits for its events.
 //!
-//! Nobody waits for a prefetch: a body reads rows while they arrive, and itself what has not been asked for yet, which goes by the bus as
-//! soon as it begins. So it ends when
-//! it has worked through them at the near rate, but not before it could read the last tile's worth of them after they are all
-//! there.
+//! Nobody waits for a prefetch: a body reads rows while they arrive, and itself what has not been asked for yet, which
+//! goes by the bus as soon as it begins. So it ends when it has worked through them at the near rate, but not before it
+//! could read the last tile's worth of them after they are all there.
 //!
-//! Where a plan brings tiles [ahead](super::prefetch::Plan::repeat) of the next pass, the pass predicted is one that comes after another just like
-//! it.
+//! Where a plan brings tiles [ahead](super::prefetch::Plan::repeat) of the next pass, the pass predicted is one that
+//! comes after another just like it.
 //!
-//! Just-in-time tasks stand in no list. The schedulers deal them out in program order; each launches its share in order, a
-//! task one dispatch latency after the last trigger of its events, and whoever has waited longest takes it, or, when all are
-//! busy, whoever is done first: a worker that waits looks at the queue before it looks at its event. What such a task reads of
-//! weights and caches goes by its worker's share of the bus while it runs, since no loader knew where it would.
+//! Just-in-time tasks stand in no list. The schedulers deal them out in program order; each launches its share in
+//! order, a task one dispatch latency after the last trigger of its events, and whoever has waited longest takes it,
+//! or, when all are busy, whoever is done first: a worker that waits looks at the queue before it looks at its event.
+//! What such a task reads of weights and caches goes by its worker's share of the bus while it runs, since no loader
+//! knew where it would.
 //!
 //! A worker's share of the bus is fixed: bytes one worker leaves unused go to no other. That is pessimistic, and makes
 //! uneven work show.
@@ -247,8 +248,8 @@ impl Launches {
     }
 }
 
-/// Predicts one pass; `told` says of which events [flags](crate::graph::flags::told) take the place, `reads` are the tasks'
-/// ([`reads`](super::prefetch::reads)). `None` when not all of it runs.
+/// Predicts one pass; `told` says of which events [flags](crate::graph::flags::told) take the place, `reads` are the
+/// tasks' ([`reads`](super::prefetch::reads)). `None` when not all of it runs.
 pub fn predict(
     tasks: &TaskGraph,
     told: &[bool],
@@ -368,7 +369,8 @@ impl Pass<'_> {
         self.workers.iter().map(|worker| worker.free_s).fold(0.0, f64::max)
     }
 
-    /// What is brought, once the pass's own tiles are, for the next one, which begins when this one, which has run, ends.
+    /// What is brought, once the pass's own tiles are, for the next one, which begins when this one, which has run,
+    /// ends.
     fn ahead_of_next(&self) -> Vec<Ahead> {
         let step_s = self.step_s();
         let of_worker = |(number, worker): (usize, &Worker)| {
@@ -602,7 +604,8 @@ mod tests {
         ..Machine::H200
     };
 
-    /// An operator a task: what it writes, which of two events it waits on and triggers, and whether it is just-in-time.
+    /// An operator a task: what it writes, which of two events it waits on and triggers, and whether it is
+    /// just-in-time.
     type Row = (u64, Option<u32>, Option<u32>, bool);
 
     fn prediction(rows: &[Row], lists: &[&[u32]], near: &[(u32, u32)]) -> Option<Prediction> {
@@ -649,7 +652,8 @@ mod tests {
         prediction.spans.iter().map(|span| (span.worker, span.start_s, span.end_s)).collect()
     }
 
-    /// Two tiles of two bytes, each a task's, which take five seconds where nothing is there, and four once the bus is never idle.
+    /// Two tiles of two bytes, each a task's, which take five seconds where nothing is there, and four once the bus is
+    /// never idle.
     #[test]
     fn tiles_come_ahead_of_their_pass() {
         let mut tasks = TaskGraph::default();
@@ -746,8 +750,8 @@ mod tests {
 
     #[test]
     fn launched_tasks_go_to_whoever_has_waited_longest() {
-        // The event fires at 10, both tasks are launched at 13. Worker 1 has waited since 0, worker 0 since 10. Worker 1 sees
-        // the other's trigger of 20 at 22.
+        // The event fires at 10, both tasks are launched at 13. Worker 1 has waited since 0, worker 0 since 10. Worker
+        // 1 sees the other's trigger of 20 at 22.
         let two = prediction(&LAUNCHED, &[&[0], &[3]], &[]).expect("it runs");
         assert_eq!(spans(&two), [(0, 0.0, 10.0), (1, 13.0, 18.0), (0, 13.0, 20.0), (1, 22.0, 26.0)]);
         let Consumer { busy_s, event_s, data_s, tail_s } = two.consumer;

@@ -1,7 +1,8 @@
-//! A pass as a picture: when some workers run what, and what their loaders copy meanwhile and how busy the memory is, or how long they wait
-//! for weights. Predicted and measured passes are drawn alike.
+//! A pass as a picture: when some workers run what, and what their loaders copy meanwhile and how busy the memory is,
+//! or how long they wait for weights. Predicted and measured passes are drawn alike.
 //!
-//! A stretch of two layers is drawn where a network has layers, else the whole pass, and at most [`LANES`] workers, evenly chosen.
+//! A stretch of two layers is drawn where a network has layers, else the whole pass, and at most [`LANES`] workers,
+//! evenly chosen.
 
 use crate::graph::task::svg::{LINE, escaped, open};
 use std::io::{self, Write};
@@ -22,7 +23,8 @@ const COPY: &str = "#486581";
 const WAIT: &str = "#102a43";
 const IDLE: &str = "#f0f4f8";
 
-/// Colours of operators that differ to colour-blind eyes, too (Okabe and Ito 2008), then lighter and darker ones of the same.
+/// Colours of operators that differ to colour-blind eyes, too (Okabe and Ito 2008), then lighter and darker ones of the
+/// same.
 const COLOURS: [&str; 18] = [
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#80b9d9", "#f5cf80", "#80cfb9",
     "#e6bcd3", "#eaaf80", "#004b75", "#996a00", "#00694d", "#8a4a6f", "#b5def6", "#8e3f00",
@@ -199,7 +201,8 @@ impl Timeline<'_> {
     }
 }
 
-/// How far apart ticks stand on a length of so many microseconds: a 1, 2 or 5 of some decimal place, so that there are not too many.
+/// How far apart ticks stand on a length of so many microseconds: a 1, 2 or 5 of some decimal place, so that there are
+/// not too many.
 fn tick_us(length_us: f64) -> f64 {
     let mut factors = [2.0, 2.5, 2.0].into_iter().cycle();
     let mut every = 0.1;

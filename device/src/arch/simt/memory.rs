@@ -1,16 +1,17 @@
 //! Global and shared memory as the simulator sees them: what may be touched at all, who touched what last, and which
 //! accesses are ordered.
 //!
-//! Happens-before is tracked as FastTrack does (Flanagan and Freund 2009), with the GPU's hierarchy in place of one clock
-//! a thread. A block is two *teams*: the threads that meet at its barrier, and the rest (service warps, and a pseudo-thread
-//! for each mbarrier, which makes the bulk copies that complete on it). A team has a counter, its *time*, that steps at
-//! every barrier, release and warp collective; an access is the pair (thread, time of its team). It is ordered before a
-//! thread's next access when that thread
+//! Happens-before is tracked as FastTrack does (Flanagan and Freund 2009), with the GPU's hierarchy in place of one
+//! clock a thread. A block is two *teams*: the threads that meet at its barrier, and the rest (service warps, and a
+//! pseudo-thread for each mbarrier, which makes the bulk copies that complete on it). A team has a counter, its *time*,
+//! that steps at every barrier, release and warp collective; an access is the pair (thread, time of its team). It is
+//! ordered before a thread's next access when that thread
 //! - is the same one, or
 //! - is of the same team, which has been at a barrier since, or
 //! - is of a team that has *seen* that time: a release by the one and an acquire by the other carried it over, and a
 //!   barrier on each side carried it to and from the other threads, or
-//! - is a lane of the same warp, which has been at a `warp::sync` since; a release by one lane then carries all of them, or
+//! - is a lane of the same warp, which has been at a `warp::sync` since; a release by one lane then carries all of
+//!   them, or
 //! - (reads before a write only) is a lane of the same warp, which has exchanged values since. A shuffle orders no
 //!   memory; but a value that went into one has been read.
 //!
@@ -204,7 +205,8 @@ pub(super) struct Order {
     /// Threads of the first team of a block.
     meeting: u32,
     blocks: Vec<BlockTime>,
-    /// What each thread has acquired since its block's last barrier. Threads acquire side by side: most have one clock, or the same two.
+    /// What each thread has acquired since its block's last barrier. Threads acquire side by side: most have one clock,
+    /// or the same two.
     acquired: Vec<Option<Rc<Clock>>>,
     /// Two clocks of which a thread had the one and acquired the other, and what became of them.
     joined: Option<[Rc<Clock>; 3]>,
@@ -294,7 +296,8 @@ impl Order {
         }
     }
 
-    /// All threads of `block` have met, those that never do at its own barrier, too; what they have acquired they tell each other themselves.
+    /// All threads of `block` have met, those that never do at its own barrier, too; what they have acquired they tell
+    /// each other themselves.
     pub(super) fn barrier_of_all(&mut self, block: u32) {
         for team in [2 * block, 2 * block + 1] {
             self.blocks[team as usize].barrier = self.step(team);
@@ -336,7 +339,8 @@ impl Order {
         if let Some(acquired) = &self.acquired[thread as usize] {
             clock.join(acquired, self.threads);
         }
-        // What the block's other threads did before its last barrier, its warp before its last sync, and all this one did.
+        // What the block's other threads did before its last barrier, its warp before its last sync, and all this one
+        // did.
         let own = &mut clock.blocks[block as usize];
         *own = (*own).max(time.barrier);
         let synced = time.synced[self.warp_in_team(thread)];
@@ -469,8 +473,8 @@ impl Order {
         Epoch { who: thread | if same_warp { LANES } else { THREADS }, time }
     }
 
-    /// Judges and records a write to `cell` by a copy that `thread` has begun at `time` and `barrier` counts; on an error
-    /// says by whom the other access was.
+    /// Judges and records a write to `cell` by a copy that `thread` has begun at `time` and `barrier` counts; on an
+    /// error says by whom the other access was.
     fn copy_to(&mut self, cell: &mut Cell, thread: u32, barrier: u32, time: u32) -> Result<(), (&'static str, u32)> {
         self.touch(cell, thread, true)?;
         let who = self.copier(self.team(thread) / 2, barrier);
@@ -534,8 +538,8 @@ impl Order {
     fn copy_from(&mut self, cell: &mut Cell, thread: u32, barrier: u32, time: u32) -> Result<(), (&'static str, u32)> {
         let before = cell.read;
         self.touch(cell, thread, false)?;
-        // With readers that the copy's thread has not seen, theirs and its own marks stay: the later write must wait for
-        // that thread at least.
+        // With readers that the copy's thread has not seen, theirs and its own marks stay: the later write must wait
+        // for that thread at least.
         if before.time == 0 || self.is_read_seen(thread, before) {
             cell.read = Epoch { who: self.copier(self.team(thread) / 2, barrier), time };
         }
@@ -1048,8 +1052,8 @@ impl Shared {
         }
     }
 
-    /// Judges what `thread` does with word `at`, and does it; what the word was before. Setting bits is an atomic: others may do so at once, as they
-    /// may read, but nobody store to the word.
+    /// Judges what `thread` does with word `at`, and does it; what the word was before. Setting bits is an atomic:
+    /// others may do so at once, as they may read, but nobody store to the word.
     pub(super) fn touch(
         &mut self,
         order: &mut Order,

@@ -5,9 +5,9 @@
 //! acquires. So the device code that becomes PTX runs in `cargo test`, and what a GPU would let pass one time in a
 //! thousand fails here every time, with the line, block, warp and lane.
 //!
-//! What it does not model: caches and the order in which plain stores become visible (programs that keep the rules above
-//! cannot tell), the exact bits of `ex2.approx`, time. A fence orders nothing here: workers synchronise by releases and
-//! acquires alone, and fences are for the host.
+//! What it does not model: caches and the order in which plain stores become visible (programs that keep the rules
+//! above cannot tell), the exact bits of `ex2.approx`, time. A fence orders nothing here: workers synchronise by
+//! releases and acquires alone, and fences are for the host.
 
 mod error;
 mod memory;
@@ -243,8 +243,8 @@ pub(super) fn fence_tiles() {
     with(World::fence_tiles);
 }
 
-/// The tile byte at which column `column` (a multiple of eight, from the start of the sixteen that a product takes) of row
-/// `row` of a matrix stands, as the tensor cores find it: PTX ISA, "matrix descriptor", for K-major matrices of the
+/// The tile byte at which column `column` (a multiple of eight, from the start of the sixteen that a product takes) of
+/// row `row` of a matrix stands, as the tensor cores find it: PTX ISA, "matrix descriptor", for K-major matrices of the
 /// 128-byte swizzle.
 fn place(matrix: u64, row: u32, column: u32) -> Option<u32> {
     let field = |first: u32, bits: u32| (matrix >> first) as u32 & ((1 << bits) - 1);
@@ -287,8 +287,8 @@ pub(super) unsafe fn wgmma<const N: usize>(sums: &mut [f32; N], a: u64, b: u64) 
     multiply_group(sums, a, b);
 }
 
-/// The tile byte at which columns `column`, a multiple of eight, and on of row `k` of a transposed matrix stand: PTX ISA, "matrix descriptor",
-/// for MN-major matrices of the 128-byte swizzle.
+/// The tile byte at which columns `column`, a multiple of eight, and on of row `k` of a transposed matrix stand: PTX
+/// ISA, "matrix descriptor", for MN-major matrices of the 128-byte swizzle.
 fn place_transposed(matrix: u64, k: u32, column: u32) -> Option<u32> {
     let apart = 16 * ((matrix >> 16) as u32 & 0x3fff);
     Some(place(matrix, k, column % 64)? + column / 64 * apart)
@@ -670,7 +670,8 @@ pub(super) unsafe fn constant<'a, T>(start: *const T, len: usize) -> &'a [T] {
         return &[];
     }
     touch(start.addr(), len * size_of::<T>(), align_of::<T>(), Touch::View);
-    // SAFETY: aligned and inside a live allocation that nobody writes, as has been judged; the caller promises the type.
+    // SAFETY: aligned and inside a live allocation that nobody writes, as has been judged; the caller promises the
+    // type.
     unsafe { core::slice::from_raw_parts(start, len) }
 }
 

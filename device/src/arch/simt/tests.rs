@@ -229,7 +229,8 @@ fn what_nobody_has_written() {
     });
 }
 
-/// Bits of a word are set by all at once, and seen by those who set them; whoever stores it must have met them, and nobody else reads it.
+/// Bits of a word are set by all at once, and seen by those who set them; whoever stores it must have met them, and
+/// nobody else reads it.
 #[test]
 fn bits_of_a_word() {
     let set = |has_met: bool, is_read: bool, is_stored: bool| {
@@ -561,8 +562,8 @@ fn await_phase(barrier: u32, phase: u32) {
     while !unsafe { mbarrier::try_wait(barrier, phase & 1) } {}
 }
 
-/// A ring of one slot: the service warp's first lane copies 512 bytes of `constant` `rounds` times, the others read them.
-/// What may be left out?
+/// A ring of one slot: the service warp's first lane copies 512 bytes of `constant` `rounds` times, the others read
+/// them. What may be left out?
 #[derive(Clone, Copy)]
 struct Ring {
     rounds: u32,
@@ -1118,7 +1119,8 @@ fn a_warpgroups_sums() {
     launched.unwrap_or_else(|error| panic!("{error}"));
 }
 
-/// Each element where its descriptor says, 64 x 32 in registers by 32 x 128, which lie as they are read for other products.
+/// Each element where its descriptor says, 64 x 32 in registers by 32 x 128, which lie as they are read for other
+/// products.
 #[test]
 fn a_warpgroups_sums_with_a_transposed_matrix() {
     let bf16 = |x: f32| half::bf16::from_f32(x).to_bits();

@@ -1,9 +1,9 @@
 //! Threads, warps and blocks at work: coroutines of one host thread, switched where threads wait for each other.
 //!
-//! A seeded choice picks the warp that runs next, and the lane it starts with; a warp goes on while its lanes can, up to
-//! a number of rounds that is drawn too. A lane that polls a word and sleeps is not run again before somebody has
-//! changed that word. When nobody can run any more, time jumps ahead, so that bounded waits end the way they would on the
-//! GPU; when that moves nobody either, it is a deadlock.
+//! A seeded choice picks the warp that runs next, and the lane it starts with; a warp goes on while its lanes can, up
+//! to a number of rounds that is drawn too. A lane that polls a word and sleeps is not run again before somebody has
+//! changed that word. When nobody can run any more, time jumps ahead, so that bounded waits end the way they would on
+//! the GPU; when that moves nobody either, it is a deadlock.
 
 use super::error::{SimtError, Wrong};
 use super::memory::{Allocation, COPY_UNIT, Clock, Global, MBARRIERS, Order, Shared, Touch, WordTouch};
@@ -104,8 +104,8 @@ struct Thread {
     polled: Vec<usize>,
     /// Whether it has fenced the proxies since it last learnt of others' writes.
     is_fenced: bool,
-    /// Copies of sixteen bytes that it has begun, in groups, the last of which is not committed; those that it has waited for
-    /// and not fenced.
+    /// Copies of sixteen bytes that it has begun, in groups, the last of which is not committed; those that it has
+    /// waited for and not fenced.
     sixteens: VecDeque<Vec<Sixteen>>,
     unfenced: Vec<u32>,
     /// Tasks it has come to, all threads of a block the same ones, and the last of them.
@@ -305,8 +305,8 @@ pub(super) fn suspend() {
 /// Virtual memory of a thread's stack. Only what is touched is ever backed; unoptimised bodies need a lot.
 const STACK_BYTES: usize = 256 << 10;
 
-/// Mappings of a process beside those of the stacks, of which each has two, one of them its guard: libraries, weights and
-/// large allocations, and many to spare.
+/// Mappings of a process beside those of the stacks, of which each has two, one of them its guard: libraries, weights
+/// and large allocations, and many to spare.
 const OTHER_MAPPINGS: u64 = 2000;
 
 /// Time jumps without any change after which a stall is called a deadlock: a poller looks at its clock less often than
@@ -326,8 +326,8 @@ pub fn launch(options: &Options, allocations: Vec<Allocation>, body: impl Fn()) 
     launch_beside(options, allocations, || (), body)
 }
 
-/// As [`launch`]. `host` is called now and then, between threads' turns: what the host does meanwhile, to words of memory that
-/// it may write while the kernel runs.
+/// As [`launch`]. `host` is called now and then, between threads' turns: what the host does meanwhile, to words of
+/// memory that it may write while the kernel runs.
 ///
 /// # Errors
 /// As [`launch`].
@@ -949,8 +949,9 @@ impl World {
         Ok(true)
     }
 
-    /// The current lane comes, with its warp, to a product of the matrices `a`, 0 where that is in registers, and `b`; says whether it was the last. What a warp whose rows
-    /// of a are those from a number on takes of them is at `places`.
+    /// The current lane comes, with its warp, to a product of the matrices `a`, 0 where that is in registers, and `b`;
+    /// says whether it was the last. What a warp whose rows of a are those from a number on takes of them is at
+    /// `places`.
     pub(super) fn product(
         &mut self,
         [a, b]: [u64; 2],
@@ -1035,8 +1036,8 @@ impl World {
             return Err(self.error(wrong, stuck, None));
         }
         self.report.stall.get_or_insert(stuck);
-        // First by steps that tell a wait's bound from one some times as long, since a poller reads its clock once in 64
-        // polls; then by leaps beyond any bound.
+        // First by steps that tell a wait's bound from one some times as long, since a poller reads its clock once in
+        // 64 polls; then by leaps beyond any bound.
         self.now_ns += if jumps <= JUMPS / 2 { 1 << 24 } else { 1 << 40 };
         self.pollers.clear();
         for thread in sleepers {
@@ -1286,8 +1287,8 @@ impl World {
         Ok(true)
     }
 
-    /// The current lane comes, with `words`, to a collective in which `compute` makes of all lanes' words what each gets;
-    /// says whether it was the last.
+    /// The current lane comes, with `words`, to a collective in which `compute` makes of all lanes' words what each
+    /// gets; says whether it was the last.
     pub(super) fn collective(
         &mut self,
         purpose: Purpose,
@@ -1368,8 +1369,8 @@ impl World {
         self.settled();
     }
 
-    /// The current thread's wait is over. Words of past waits would only wake it for nothing, and hide in a report which one it
-    /// waits for now.
+    /// The current thread's wait is over. Words of past waits would only wake it for nothing, and hide in a report
+    /// which one it waits for now.
     pub(super) fn settled(&mut self) {
         self.threads[self.current as usize].polled.clear();
     }

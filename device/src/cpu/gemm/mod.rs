@@ -15,9 +15,9 @@
 //! step c of k adds to it, in order, and one fixed tree adds its lanes at the end. That is the whole order of
 //! summation, so it does not depend on the tile's size.
 //!
-//! A block of activation rows is packed at once. A group's rows stay in the nearest cache they fit while the weight rows
-//! of the task pass by, from L2 after the first group. k is not cut: L2 feeds a tile as fast as L1 does, while partial
-//! sums are sixteen times as large as the sums.
+//! A block of activation rows is packed at once. A group's rows stay in the nearest cache they fit while the weight
+//! rows of the task pass by, from L2 after the first group. k is not cut: L2 feeds a tile as fast as L1 does, while
+//! partial sums are sixteen times as large as the sums.
 //!
 //! PERF: bf16 512x256x1024 on one AVX-512 core of 159 GFLOP/s: 91 with tiles as the compiler allots their registers,
 //! 99 with [`Dot::tile`] in assembly (Sapphire Rapids, 2026-11-21).
@@ -43,8 +43,8 @@ pub(crate) const TILE_ROWS: usize = 4;
 /// Bytes of packed activations that are passed over at once: half of L2, so that the weights of a task fit beside them.
 const BLOCK_BYTES: usize = 1 << 20;
 
-/// Bytes of weights that pass by the groups of a block at once, so that they come from L2 after the first: with as much of
-/// the next part and the sums of both beside the packed block.
+/// Bytes of weights that pass by the groups of a block at once, so that they come from L2 after the first: with as much
+/// of the next part and the sums of both beside the packed block.
 const PART_BYTES: usize = 192 << 10;
 
 /// Bytes of the sums that a [few](are_few) groups form before they are taken.
@@ -122,8 +122,9 @@ fn packed_row<S: Simd, D: Dot<S>>(k: usize) -> usize {
     k.div_ceil(D::CHUNK) * D::ROOM
 }
 
-/// Rows (of each matrix) of the parts of `weights` that `cols` activation rows are multiplied with in turn: all where they are one group, as many as
-/// have few sums where they are [few](are_few), and see every weight once, too; of weights that are made never more than stay in a cache.
+/// Rows (of each matrix) of the parts of `weights` that `cols` activation rows are multiplied with in turn: all where
+/// they are one group, as many as have few sums where they are [few](are_few), and see every weight once, too; of
+/// weights that are made never more than stay in a cache.
 fn part_rows<S: Simd, P: Supply<S>>(weights: &Weights<P::Elem>, cols: usize) -> usize {
     let (matrices, made) = (1 + usize::from(weights.paired), P::room(weights.k));
     let parts = if made == 0 && cols <= P::Dot::TILE_COLS {
@@ -137,22 +138,25 @@ fn part_rows<S: Simd, P: Supply<S>>(weights: &Weights<P::Elem>, cols: usize) -> 
     weights.rows.div_ceil(parts.max(1)).next_multiple_of(8).min(weights.rows)
 }
 
-/// Activation rows, of `rows` of `k` elements, that are packed at once; f32 that each of them takes at most, in whole steps of the longest: neither depends on a level.
+/// Activation rows, of `rows` of `k` elements, that are packed at once; f32 that each of them takes at most, in whole
+/// steps of the longest: neither depends on a level.
 fn block_of(rows: usize, k: usize) -> [usize; 2] {
     let floats = k.next_multiple_of(perpetua_shared::dtype::Q4.elems);
     let in_cache = BLOCK_BYTES / 4 / floats.max(1);
     [(in_cache.clamp(12, 384) / 12 * 12).min(rows), floats]
 }
 
-/// Lengths of the scratch areas that [`products`] of `rows` activation rows wants: packed activations, a row of f32, weights that are made, and sums.
+/// Lengths of the scratch areas that [`products`] of `rows` activation rows wants: packed activations, a row of f32,
+/// weights that are made, and sums.
 pub(crate) fn areas<S: Simd, P: Supply<S>>(rows: usize, weights: &Weights<P::Elem>) -> [usize; 4] {
     let [block, floats] = block_of(rows, weights.k);
     let part = part_rows::<S, P>(weights, block) * (1 + usize::from(weights.paired));
     [block * floats, weights.k, part * P::room(weights.k), part * block]
 }
 
-/// The products of the first `rows` rows of `x` with all rows of `weights`, a block of rows and a part of the weights after the other: calls
-/// `finish([first row, rows], [first column, columns], sums)`, where a row has its sums with the part of the first matrix, then with that of the second.
+/// The products of the first `rows` rows of `x` with all rows of `weights`, a block of rows and a part of the weights
+/// after the other: calls `finish([first row, rows], [first column, columns], sums)`, where a row has its sums with the
+/// part of the first matrix, then with that of the second.
 ///
 /// # Safety
 /// The weights are readable, as [`Supply::made`] wants them; the areas are as long as [`areas`] says; the level exists.
@@ -189,8 +193,8 @@ pub(crate) unsafe fn products<S: Simd, P: Supply<S>>(
     }
 }
 
-/// How many of `left` columns the next group takes, a width that tiles are made for: all, if the registers have room for their sums, as many as
-/// they have room for, or of the last two groups half. The sizes do not matter to the sums.
+/// How many of `left` columns the next group takes, a width that tiles are made for: all, if the registers have room
+/// for their sums, as many as they have room for, or of the last two groups half. The sizes do not matter to the sums.
 ///
 /// PERF: 5 rows are one group, where they were 4 and 1: 24 -> 28 GB/s of bf16 weights (AVX-512, Turin, 2026-11-25).
 fn group<S: Simd, D: Dot<S>>(left: usize) -> usize {
@@ -204,12 +208,13 @@ fn group<S: Simd, D: Dot<S>>(left: usize) -> usize {
     }
 }
 
-/// Whether `cols` activation rows are several groups, but so few that reading the weights takes about as long as the products: then each tile's
-/// weights are multiplied with all groups before the next tile's, for which these ask meanwhile, each for a share, so that memory never rests.
+/// Whether `cols` activation rows are several groups, but so few that reading the weights takes about as long as the
+/// products: then each tile's weights are multiplied with all groups before the next tile's, for which these ask
+/// meanwhile, each for a share, so that memory never rests.
 ///
-/// PERF: GB/s of bf16 weights on one core that reads 34, with all groups after each other -> tile by tile: AVX-512, k = 1024, 8 rows 17.4 -> 18.6,
-/// while memory was slow (24) 11.4 -> 18.1; AVX2, k = 3072, 4, 6 and 8 rows 16.1 -> 20.3, 13.9 -> 16.3, 10.5 -> 12.3. With 12 rows and more it
-/// is no faster (Turin, 2026-11-25).
+/// PERF: GB/s of bf16 weights on one core that reads 34, with all groups after each other -> tile by tile: AVX-512, k =
+/// 1024, 8 rows 17.4 -> 18.6, while memory was slow (24) 11.4 -> 18.1; AVX2, k = 3072, 4, 6 and 8 rows 16.1 -> 20.3,
+/// 13.9 -> 16.3, 10.5 -> 12.3. With 12 rows and more it is no faster (Turin, 2026-11-25).
 fn are_few<S: Simd, D: Dot<S>>(cols: usize) -> bool {
     cols > D::TILE_COLS && cols <= 8.min(3 * D::TILE_COLS)
 }
@@ -275,11 +280,12 @@ impl Block {
     }
 }
 
-/// Makes the block's sums with `weights`: of row j in its [column](Weights::row). Where the first group is not the only one, those after it ask for the
-/// weights `next`.
+/// Makes the block's sums with `weights`: of row j in its [column](Weights::row). Where the first group is not the only
+/// one, those after it ask for the weights `next`.
 ///
 /// # Safety
-/// Weights are readable, the block's rows are packed, and its sums have room for a sum of each with each; the level exists.
+/// Weights are readable, the block's rows are packed, and its sums have room for a sum of each with each; the level
+/// exists.
 unsafe fn multiply<S: Simd, D: Dot<S>>(weights: &Weights<D::Elem>, next: Next, block: Block) {
     if are_few::<S, D>(block.cols) {
         // SAFETY: the caller's promises.
@@ -295,7 +301,8 @@ unsafe fn multiply<S: Simd, D: Dot<S>>(weights: &Weights<D::Elem>, next: Next, b
     }
 }
 
-/// As [`multiply`]: a tile's rows with all groups before the next. Meanwhile the next tile's are asked for, by each group its share.
+/// As [`multiply`]: a tile's rows with all groups before the next. Meanwhile the next tile's are asked for, by each
+/// group its share.
 ///
 /// # Safety
 /// As [`multiply`].
@@ -318,7 +325,8 @@ unsafe fn tile_by_tile<S: Simd, D: Dot<S>>(weights: &Weights<D::Elem>, block: Bl
     }
 }
 
-/// [`multiply`] for attention, keys in order. Meanwhile those are asked for that are `ahead` further on, as long as they are below `known`.
+/// [`multiply`] for attention, keys in order. Meanwhile those are asked for that are `ahead` further on, as long as
+/// they are below `known`.
 ///
 /// # Safety
 /// As [`multiply`].

@@ -46,12 +46,14 @@ impl<'a, E> Streams<'a, E> {
             weights,
             first: core::array::from_fn(|r| weights.row(if weights.streams() > 0 { r } else { 0 })),
             apart: core::array::from_fn(|r| weights.stride[matrix(r)]),
-            // In a long row further on, and so at its end in the row that follows it in memory, which mostly comes next; in a
-            // short one at the same place of one that comes. To choose at every line costs more than what is asked for in vain.
+            // In a long row further on, and so at its end in the row that follows it in memory, which mostly comes
+            // next; in a short one at the same place of one that comes. To choose at every line costs more than what is
+            // asked for in vain.
             ahead: if lines > ahead { ahead } else { 0 },
             // Of short rows as many tiles on as have the lines, at least one.
             //
-            // PERF: k = 1024 on one core that reads 35: 8 bits 30 -> 35 GB/s, 4 bits 26 -> 35 (AVX-512, Turin, 2026-11-25).
+            // PERF: k = 1024 on one core that reads 35: 8 bits 30 -> 35 GB/s, 4 bits 26 -> 35 (AVX-512, Turin,
+            // 2026-11-25).
             tiles_on: (ahead / lines.max(1)).max(1),
         }
     }
@@ -85,7 +87,8 @@ impl<E> Order<E> for Streams<'_, E> {
     }
 }
 
-/// Keys one after the other: `n`, `stride` apart. Meanwhile those are asked for that are `on` further on, as long as they are below `known`.
+/// Keys one after the other: `n`, `stride` apart. Meanwhile those are asked for that are `on` further on, as long as
+/// they are below `known`.
 #[derive(Clone, Copy)]
 pub(super) struct Keys<E> {
     pub(super) first: *const E,

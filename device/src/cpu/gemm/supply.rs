@@ -19,7 +19,8 @@ pub(crate) trait Supply<S: Simd> {
     /// `part`, as it is multiplied.
     ///
     /// # Safety
-    /// The weights are readable, rows in whole lines where they have lines; `room` is writable as far as the rows need it; the level exists.
+    /// The weights are readable, rows in whole lines where they have lines; `room` is writable as far as the rows need
+    /// it; the level exists.
     unsafe fn made(part: &Weights<Self::Elem>, room: *mut f32) -> Weights<<Self::Dot as Dot<S>>::Elem>;
 
     /// Asks for the first weights of `part`: the activations are packed while they come.

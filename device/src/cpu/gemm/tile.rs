@@ -1,4 +1,5 @@
-//! Tiles: four weight rows by as many activation rows as registers hold sums for, one after the other for all weight rows.
+//! Tiles: four weight rows by as many activation rows as registers hold sums for, one after the other for all weight
+//! rows.
 
 use super::order::Order;
 use super::{TILE_ROWS, Weights};
@@ -24,15 +25,16 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
     #[inline(always)]
     unsafe fn run(self) {
         let Tile { w, asked, ahead, columns, x, k, sums, sums_stride, .. } = self;
-        // SAFETY: lines and chunks below are inside the rows of `k` elements; prefetches may be of any address; sums are
-        // as the type says.
+        // SAFETY: lines and chunks below are inside the rows of `k` elements; prefetches may be of any address; sums
+        // are as the type says.
         unsafe {
             let mut acc = [[S::splat(0.0); M]; R];
             let mut c;
             if R == TILE_ROWS && M >= D::TILES_FROM {
                 c = k / D::CHUNK;
                 if c > 0 {
-                    // Rows that come next lie as far beyond those of a tile, all four; where they do not, they are asked for in vain.
+                    // Rows that come next lie as far beyond those of a tile, all four; where they do not, they are
+                    // asked for in vain.
                     let by = asked[0].addr().wrapping_sub(w[0].addr()).wrapping_add(64 * ahead);
                     // SAFETY: there are four rows.
                     let sums = &mut *acc.as_mut_ptr().cast::<[[S::F; M]; TILE_ROWS]>();
@@ -78,8 +80,8 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
 
 /// The tiles of all rows of weights and a packed group of `M` activation rows, one after the other.
 ///
-/// PERF: a call for each tile, which looked for its rows, took as long as reading 1 KiB: bf16, k = 1024, on one core that reads 41: 30 -> 34 GB/s
-/// (AVX-512, Turin, 2026-11-30).
+/// PERF: a call for each tile, which looked for its rows, took as long as reading 1 KiB: bf16, k = 1024, on one core
+/// that reads 41: 30 -> 34 GB/s (AVX-512, Turin, 2026-11-30).
 struct Group<'a, S: Simd, D: Dot<S>, O, const M: usize> {
     order: O,
     k: usize,
@@ -91,7 +93,8 @@ struct Group<'a, S: Simd, D: Dot<S>, O, const M: usize> {
 }
 
 impl<S: Simd, D: Dot<S>, O, const M: usize> Group<'_, S, D, O, M> {
-    /// Whether tiles are part of the group's own code. Where a set has 16 registers, the compiler spills sums of tiles that it allots them to among anything else.
+    /// Whether tiles are part of the group's own code. Where a set has 16 registers, the compiler spills sums of tiles
+    /// that it allots them to among anything else.
     ///
     /// PERF: AVX2, bf16, 4 rows, k = 3072: 17 GB/s, with a call for each such tile 21 (Turin, 2026-11-30).
     const HOLDS_TILES: bool = M == 1 || S::TILE_COLS > 3 || M >= D::TILES_FROM;

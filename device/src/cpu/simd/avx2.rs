@@ -133,7 +133,8 @@ impl Simd for Avx2 {
     unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
         let mut c = 0;
         while c < 8 {
-            // SAFETY: the block is readable, its transpose writable (caller). Vector i holds four columns of rows i and i + 4.
+            // SAFETY: the block is readable, its transpose writable (caller). Vector i holds four columns of rows i and
+            // i + 4.
             unsafe {
                 let rows = each::<_, 4>(|i| {
                     let quarter = |r: usize| _mm_loadu_ps(src.add(r * src_stride + c));
@@ -151,10 +152,11 @@ impl Simd for Avx2 {
     }
 }
 
-/// A tile of four weight rows and three activation rows in assembly: twelve sums in ymm0 to ymm11, activations in ymm12 to
-/// ymm14, a weight vector in ymm15. The compiler's own allotment of the registers spills sums. Each part of a chunk loads the
-/// vectors of the activation rows at the offsets given, then one weight vector after another, by the instructions given, and
-/// multiplies it with them; a chunk is `$bytes` of every weight row, and `$step` bytes of the group.
+/// A tile of four weight rows and three activation rows in assembly: twelve sums in ymm0 to ymm11, activations in ymm12
+/// to ymm14, a weight vector in ymm15. The compiler's own allotment of the registers spills sums. Each part of a chunk
+/// loads the vectors of the activation rows at the offsets given, then one weight vector after another, by the
+/// instructions given, and multiplies it with them; a chunk is `$bytes` of every weight row, and `$step` bytes of the
+/// group.
 macro_rules! tile {
     ($w:ident, $by:ident, $x:ident, $chunks:ident, $sums:ident, $bytes:literal, $step:literal,
      $({ $x0:literal $x1:literal $x2:literal : $load:literal $at:literal $($then:literal)* })*) => {
@@ -194,11 +196,11 @@ macro_rules! tile {
     };
 }
 
-/// As `avx512::EvenOdd`: a register of sixteen weights becomes two of f32, the even ones by a shift, the odd ones by two, since no
-/// register is left for a mask. A chunk is a cache line, so that a tile asks for every line once.
+/// As `avx512::EvenOdd`: a register of sixteen weights becomes two of f32, the even ones by a shift, the odd ones by
+/// two, since no register is left for a mask. A chunk is a cache line, so that a tile asks for every line once.
 ///
-/// PERF: 512x256x1024 on one core, whose FMAs reach 87 GFLOP/s with f16: 37 with the compiler's registers, 67 with a mask in memory
-/// and half the chunk, 71 with this (Zen 3, 2026-11-24).
+/// PERF: 512x256x1024 on one core, whose FMAs reach 87 GFLOP/s with f16: 37 with the compiler's registers, 67 with a
+/// mask in memory and half the chunk, 71 with this (Zen 3, 2026-11-24).
 pub(crate) struct EvenOdd;
 
 /// Weights of a register.
@@ -266,7 +268,8 @@ impl Dot<Avx2> for EvenOdd {
         chunks: usize,
         sums: &mut [[__m256; M]; 4],
     ) {
-        // SAFETY: the set exists (trait contract); the caller's promises are the same. There is a tile of one width only.
+        // SAFETY: the set exists (trait contract); the caller's promises are the same. There is a tile of one width
+        // only.
         unsafe { tile_bf16(w, by, x, chunks, &mut *sums.as_mut_ptr().cast()) }
     }
 }
@@ -300,7 +303,8 @@ macro_rules! widened {
             const TILES_FROM: usize = tiles_from(Self::TILE_COLS);
             #[inline(always)]
             unsafe fn tile<const M: usize>(w: [*const $elem; 4], by: usize, x: *const f32, chunks: usize, sums: &mut [[__m256; M]; 4]) {
-                // SAFETY: the set exists (trait contract); the caller's promises are the same. There is a tile of one width only.
+                // SAFETY: the set exists (trait contract); the caller's promises are the same. There is a tile of one
+                // width only.
                 unsafe { $tile(w, by, x, chunks, &mut *sums.as_mut_ptr().cast()) }
             }
         }
@@ -313,11 +317,11 @@ widened! {
     Whole: F32, f32, tile_f32;
 }
 
-/// 4-bit weights with activations in 8 bits, as `avx512::Levels`: the products of unsigned and signed bytes are added in pairs to 16 bits, which
-/// levels of seven bits cannot pass, and these in pairs to 32.
+/// 4-bit weights with activations in 8 bits, as `avx512::Levels`: the products of unsigned and signed bytes are added
+/// in pairs to 16 bits, which levels of seven bits cannot pass, and these in pairs to 32.
 ///
-/// A packed line, 512 bytes of which 272 are used: signed bytes [128]; for each block per lane what moving the levels up added, negative
-/// [4][8 i32]; the blocks' scales [4 f32].
+/// A packed line, 512 bytes of which 272 are used: signed bytes [128]; for each block per lane what moving the levels
+/// up added, negative [4][8 i32]; the blocks' scales [4 f32].
 pub(crate) struct Levels<T>(PhantomData<T>);
 
 /// Sums of four products of unsigned bytes below 128 with signed ones a lane.

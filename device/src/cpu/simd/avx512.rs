@@ -227,10 +227,10 @@ unsafe fn load_pair(src: *const f32, n: usize) -> (__m512, __m512) {
     unsafe { (Avx512::load_part(src, n.min(16)), Avx512::load_part(src.wrapping_add(16), n.saturating_sub(16))) }
 }
 
-/// A tile of four weight rows and six activation rows in assembly: 24 sums in zmm8 to zmm31, four weight vectors in zmm0
-/// to zmm3, activations in turn in zmm4 and zmm5. The compiler's own allotment of the registers spills sums or moves them
-/// about. Each part of a chunk loads its weights, then multiplies them by `$op` with the vectors of the activation rows
-/// at the offsets given; a chunk is 64 bytes of every weight row, and `$step` bytes of the group.
+/// A tile of four weight rows and six activation rows in assembly: 24 sums in zmm8 to zmm31, four weight vectors in
+/// zmm0 to zmm3, activations in turn in zmm4 and zmm5. The compiler's own allotment of the registers spills sums or
+/// moves them about. Each part of a chunk loads its weights, then multiplies them by `$op` with the vectors of the
+/// activation rows at the offsets given; a chunk is 64 bytes of every weight row, and `$step` bytes of the group.
 macro_rules! tile {
     ($w:ident, $by:ident, $x:ident, $chunks:ident, $sums:ident, $op:literal, $step:literal, [$($start:literal),*],
      $({ $($load:literal)* : $x0:literal $x1:literal $x2:literal $x3:literal $x4:literal $x5:literal })*) => {
@@ -275,12 +275,12 @@ macro_rules! tile {
     };
 }
 
-/// bf16 weights with activations in f32. A register of 32 weights becomes two of f32 by a shift and a mask, the even and
-/// the odd ones, and activations are packed in that order: two cheap instructions where widening takes four.
+/// bf16 weights with activations in f32. A register of 32 weights becomes two of f32 by a shift and a mask, the even
+/// and the odd ones, and activations are packed in that order: two cheap instructions where widening takes four.
 ///
-/// PERF: `vdpbf16ps` is used only in prompts, and where it is fast ([`Pairs`]). It rounds activations to bf16, and retires once in two cycles where two fused
-/// multiply-adds retire in one: 75 GFLOP/s a core against 145 (Sapphire Rapids, 2026-11-21). With activations split in
-/// two bf16 it is slower still, and an infinite weight becomes NaN.
+/// PERF: `vdpbf16ps` is used only in prompts, and where it is fast ([`Pairs`]). It rounds activations to bf16, and
+/// retires once in two cycles where two fused multiply-adds retire in one: 75 GFLOP/s a core against 145 (Sapphire
+/// Rapids, 2026-11-21). With activations split in two bf16 it is slower still, and an infinite weight becomes NaN.
 pub(crate) struct EvenOdd;
 
 impl Dot<Avx512> for EvenOdd {
@@ -324,15 +324,17 @@ impl Dot<Avx512> for EvenOdd {
         chunks: usize,
         sums: &mut [[__m512; M]; 4],
     ) {
-        // SAFETY: the set exists (trait contract); the caller's promises are the same. There is a tile of one width only.
+        // SAFETY: the set exists (trait contract); the caller's promises are the same. There is a tile of one width
+        // only.
         unsafe { tile_bf16(w, by, x, chunks, &mut *sums.as_mut_ptr().cast()) }
     }
 }
 
-/// bf16 weights with activations rounded to bf16, as they are: one `vdpbf16ps` multiplies what takes two multiply-adds. It takes subnormal numbers for zeros, and
-/// makes none.
+/// bf16 weights with activations rounded to bf16, as they are: one `vdpbf16ps` multiplies what takes two multiply-adds.
+/// It takes subnormal numbers for zeros, and makes none.
 ///
-/// PERF: as many a cycle as multiply-adds on AMD's cores, 490 GFLOP/s beside 263 (Turin, 2026-11-30); on Intel's one for two: see [`EvenOdd`].
+/// PERF: as many a cycle as multiply-adds on AMD's cores, 490 GFLOP/s beside 263 (Turin, 2026-11-30); on Intel's one
+/// for two: see [`EvenOdd`].
 pub(crate) struct Pairs;
 
 impl Dot<Avx512> for Pairs {
@@ -354,7 +356,8 @@ impl Dot<Avx512> for Pairs {
         n: usize,
         sums: &mut [[__m512; M]; R],
     ) {
-        // SAFETY: lanes under a zero mask bit are not accessed; the others are readable (caller). Both types are 64 bytes of any bits.
+        // SAFETY: lanes under a zero mask bit are not accessed; the others are readable (caller). Both types are 64
+        // bytes of any bits.
         unsafe {
             let pairs = |bits: __m512i| core::mem::transmute::<__m512i, __m512bh>(bits);
             let weights = each::<_, R>(|r| pairs(load_step(w[r].add(c * STEP), n)));
@@ -387,7 +390,8 @@ impl Dot<Avx512> for Pairs {
         chunks: usize,
         sums: &mut [[__m512; M]; 4],
     ) {
-        // SAFETY: the set exists (trait contract); the caller's promises are the same. There is a tile of one width only.
+        // SAFETY: the set exists (trait contract); the caller's promises are the same. There is a tile of one width
+        // only.
         unsafe { tile_pairs(w, by, x, chunks, &mut *sums.as_mut_ptr().cast()) }
     }
 }
@@ -454,7 +458,8 @@ impl Dot<Avx512> for Whole {
         chunks: usize,
         sums: &mut [[__m512; M]; 4],
     ) {
-        // SAFETY: the set exists (trait contract); the caller's promises are the same. There is a tile of one width only.
+        // SAFETY: the set exists (trait contract); the caller's promises are the same. There is a tile of one width
+        // only.
         unsafe { tile_f32(w, by, x, chunks, &mut *sums.as_mut_ptr().cast()) }
     }
 }
@@ -463,7 +468,8 @@ impl Dot<Avx512> for Whole {
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn tile_bf16(w: [*const u16; 4], by: usize, x: *const f32, chunks: usize, sums: &mut [__m512; 24]) {
-    // SAFETY: the chunks are readable (caller); prefetches may be of any address. The mask of odd elements is all ones shifted up.
+    // SAFETY: the chunks are readable (caller); prefetches may be of any address. The mask of odd elements is all ones
+    // shifted up.
     unsafe {
         tile!(w, by, x, chunks, sums, "vfmadd231ps", "768",
             ["vpternlogd zmm6, zmm6, zmm6, 255", "vpslld zmm6, zmm6, 16"],
@@ -501,14 +507,16 @@ unsafe fn tile_f32(w: [*const f32; 4], by: usize, x: *const f32, chunks: usize, 
     }
 }
 
-/// 8-bit weights with activations in 16: products of words, of which AVX-512 VNNI adds two to a lane, exactly. Of the four bytes of a lane those at even places and
-/// those at odd ones become words by shifts; activations are whole numbers of `max |x| / 32512` of their block.
+/// 8-bit weights with activations in 16: products of words, of which AVX-512 VNNI adds two to a lane, exactly. Of the
+/// four bytes of a lane those at even places and those at odd ones become words by shifts; activations are whole
+/// numbers of `max |x| / 32512` of their block.
 ///
 /// A packed block, 192 bytes: words of the even elements [32] and of the odd ones [32]; the scale, f32.
 ///
-/// PERF: eight instructions for 64 weights where widening takes thirteen on the same two ports; five for every further row, where bytes, each activation in two of them, took
-/// seven. Decode reaches 88 % of the read bandwidth; 82 % when all scales of a row followed its weights, where reading jumps ahead and back: the hardware's
-/// own prefetching wants ascending addresses (Sapphire Rapids, 2 cores, 2026-11-21).
+/// PERF: eight instructions for 64 weights where widening takes thirteen on the same two ports; five for every further
+/// row, where bytes, each activation in two of them, took seven. Decode reaches 88 % of the read bandwidth; 82 % when
+/// all scales of a row followed its weights, where reading jumps ahead and back: the hardware's own prefetching wants
+/// ascending addresses (Sapphire Rapids, 2 cores, 2026-11-21).
 pub(crate) struct Words;
 
 /// The largest magnitude of an activation's word: four products with bytes have 24 bits, as many as an f32.
@@ -621,9 +629,10 @@ fn groups<E>(lines: Lines, w: [*const E; 4], by: usize, chunks: usize) -> impl I
     })
 }
 
-/// A tile of [`Words`] in assembly: sums of four rows and up to six columns in zmm8 to zmm31, a row's words in zmm0 and zmm1 and its scale in zmm2, products in zmm3 and zmm4.
-/// The compiler makes two instructions of the dot product, and spills sums. A column is where its words are, its number and its sums; the words of up to four are
-/// loaded once for all rows, into registers of sums that they do not have.
+/// A tile of [`Words`] in assembly: sums of four rows and up to six columns in zmm8 to zmm31, a row's words in zmm0 and
+/// zmm1 and its scale in zmm2, products in zmm3 and zmm4. The compiler makes two instructions of the dot product, and
+/// spills sums. A column is where its words are, its number and its sums; the words of up to four are loaded once for
+/// all rows, into registers of sums that they do not have.
 macro_rules! words {
     ($first:ident, $by:ident, $x:ident, $blocks:ident, $scale:ident, $sums:ident, $columns:literal,
      [$($loaded:literal $low:literal $high:literal),*], $([$even:literal $odd:literal $m:literal: $s0:literal $s1:literal $s2:literal $s3:literal])*) => {
@@ -727,9 +736,10 @@ unsafe fn tile_words<const M: usize>(
     }
 }
 
-/// 4-bit weights with activations in 8 bits: levels are found by a shuffle of bytes, moved up by 64 so that they have no sign, and multiplied by the
-/// byte dot product of VNNI, or in two steps as AVX2 has them, exactly. Activations are `scale * byte`, with the scale `max |x| / 127` of a block: of the error of a product they
-/// make a part in hundreds, the weights' own rounding being twenty times as coarse.
+/// 4-bit weights with activations in 8 bits: levels are found by a shuffle of bytes, moved up by 64 so that they have
+/// no sign, and multiplied by the byte dot product of VNNI, or in two steps as AVX2 has them, exactly. Activations are
+/// `scale * byte`, with the scale `max |x| / 127` of a block: of the error of a product they make a part in hundreds,
+/// the weights' own rounding being twenty times as coarse.
 ///
 /// A packed line, 384 bytes: signed bytes of both halves [2][64]; per lane what moving the levels up added, negative
 /// [2][16 i32]; the scale of each lane's block [2][16 f32].
@@ -851,9 +861,10 @@ impl<T: Table, const HAS_VNNI: bool> Dot<Avx512> for Levels<T, HAS_VNNI> {
     }
 }
 
-/// A tile of [`Levels`] in assembly: sums of four rows and up to four columns in zmm16 to zmm31; of half a line the rows' levels in zmm0 to zmm3 and their scales, spread, in zmm4 to zmm7;
-/// a column's bytes, what is to be added and its scales in zmm8 to zmm10, products in zmm11 and zmm12; the table of levels, the mask of a number and where the first half's
-/// scales go in zmm13 to zmm15, the second's in memory. A column is its number and its sums.
+/// A tile of [`Levels`] in assembly: sums of four rows and up to four columns in zmm16 to zmm31; of half a line the
+/// rows' levels in zmm0 to zmm3 and their scales, spread, in zmm4 to zmm7; a column's bytes, what is to be added and
+/// its scales in zmm8 to zmm10, products in zmm11 and zmm12; the table of levels, the mask of a number and where the
+/// first half's scales go in zmm13 to zmm15, the second's in memory. A column is its number and its sums.
 macro_rules! levels {
     ($first:ident, $by:ident, $x:ident, $lines:ident, $scales:ident, $sums:ident, $constants:ident, $columns:literal,
      $([$m:literal: $s0:literal $s1:literal $s2:literal $s3:literal])*) => {
@@ -954,7 +965,8 @@ unsafe fn tile_levels<const M: usize>(
     }
 }
 
-/// Where in the lanes the scales of a half of a line go: of its four the two of this half, each the upper bytes of eight lanes.
+/// Where in the lanes the scales of a half of a line go: of its four the two of this half, each the upper bytes of
+/// eight lanes.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn spread(half: usize) -> __m512i {

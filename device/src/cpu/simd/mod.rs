@@ -1,7 +1,7 @@
 //! The instruction sets, found once at run time, behind one trait.
 //!
-//! A body is written once, generic over [`Level`], as a [`Body`]; [`Isa::run`] calls its instance for the chosen set. Its
-//! inner loops are [`Leaf`]s, each compiled as a `#[target_feature]` function into which every `#[inline(always)]`
+//! A body is written once, generic over [`Level`], as a [`Body`]; [`Isa::run`] calls its instance for the chosen set.
+//! Its inner loops are [`Leaf`]s, each compiled as a `#[target_feature]` function into which every `#[inline(always)]`
 //! building block is inlined. So builds for the plain target run as fast as builds for the machine.
 //!
 //! An [`Isa`] beyond the portable one can only be had from detection; holding it is the proof that its instructions
@@ -239,9 +239,9 @@ pub(crate) trait Dot<S: Simd> {
     }
     /// Packs a step of `n <= CHUNK` activations into its [`Dot::ROOM`], zero beyond.
     unsafe fn pack(dst: *mut f32, src: *const f32, n: usize);
-    /// sums[r][m] += the products of step `c` of the weight rows `w` and of the packed group of `M` activation rows at `x`,
-    /// summed within a lane in a fixed order. The step has `n` weights, [`Dot::CHUNK`] or, at a row's end, fewer; none beyond is
-    /// read. Where the caller names the constant, no code is left for the other case.
+    /// sums[r][m] += the products of step `c` of the weight rows `w` and of the packed group of `M` activation rows at
+    /// `x`, summed within a lane in a fixed order. The step has `n` weights, [`Dot::CHUNK`] or, at a row's end, fewer;
+    /// none beyond is read. Where the caller names the constant, no code is left for the other case.
     unsafe fn chunk<const R: usize, const M: usize>(
         w: &[*const Self::Elem; R],
         x: *const f32,
@@ -251,12 +251,13 @@ pub(crate) trait Dot<S: Simd> {
     );
     /// How far ahead weights are asked for, in cache lines of each row.
     ///
-    /// PERF: without, a product of one row reached 72 % of the read bandwidth, with 32 93 % (Emerald Rapids, 2 cores, 2026-11-20).
+    /// PERF: without, a product of one row reached 72 % of the read bandwidth, with 32 93 % (Emerald Rapids, 2 cores,
+    /// 2026-11-20).
     const AHEAD_LINES: usize = 32;
     /// How rows lie that are kept in lines, with their scales among them.
     const LINES: Option<Lines> = None;
-    /// Asks for cache line `line` of the weights of the row at `row`, which may be any address, and with the first of a group for the
-    /// group's scales.
+    /// Asks for cache line `line` of the weights of the row at `row`, which may be any address, and with the first of a
+    /// group for the group's scales.
     #[inline(always)]
     unsafe fn prefetch(row: *const Self::Elem, line: usize) {
         let ask = |offset: usize| {
@@ -273,8 +274,8 @@ pub(crate) trait Dot<S: Simd> {
 
     /// Columns from which on groups have a [`Dot::tile`].
     const TILES_FROM: usize = usize::MAX;
-    /// [`Dot::chunk`] of steps `0..chunks`, `chunks > 0`, for four rows and a group of `M`, in assembly: the same bits. Meanwhile it is asked
-    /// for what lies `by` bytes beyond what is read of each row.
+    /// [`Dot::chunk`] of steps `0..chunks`, `chunks > 0`, for four rows and a group of `M`, in assembly: the same bits.
+    /// Meanwhile it is asked for what lies `by` bytes beyond what is read of each row.
     ///
     /// # Safety
     /// The steps are readable, in the rows and in the group at `x`.
@@ -531,7 +532,8 @@ unsafe fn pack_line<S: Simd>(dst: *mut f32, src: *const f32, n: usize, lines: Li
     }
 }
 
-/// sums[r][m] += scale(r) * the products of a block of `elems` bytes at `bytes[r]` with the activations at `x + m * stride`: whole vectors.
+/// sums[r][m] += scale(r) * the products of a block of `elems` bytes at `bytes[r]` with the activations at `x + m *
+/// stride`: whole vectors.
 ///
 /// # Safety
 /// They are readable; the set exists.
@@ -565,8 +567,8 @@ unsafe fn add_block<S: Simd, const R: usize, const M: usize>(
     }
 }
 
-/// The factor that makes the numbers of a block, the largest of them `max`, whole ones up to `most`, and the scale that undoes it. What is too small for an
-/// inverse becomes zero; NaN and infinity come back with the scale.
+/// The factor that makes the numbers of a block, the largest of them `max`, whole ones up to `most`, and the scale that
+/// undoes it. What is too small for an inverse becomes zero; NaN and infinity come back with the scale.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 #[inline(always)]
 fn to_whole(max: f32, is_nan: bool, most: f32) -> [f32; 2] {
@@ -832,8 +834,8 @@ impl Isa {
     }
 }
 
-/// Whether the processor is AMD's, all of which that multiply pairs of bf16 do so as often as f32. By its name and not by its speed, since what it computes with
-/// decides about bits.
+/// Whether the processor is AMD's, all of which that multiply pairs of bf16 do so as often as f32. By its name and not
+/// by its speed, since what it computes with decides about bits.
 #[cfg(target_arch = "x86_64")]
 fn is_amd() -> bool {
     let leaf = core::arch::x86_64::__cpuid(0);

@@ -128,8 +128,8 @@ impl Simd for Neon {
     }
     #[inline(always)]
     unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
-        // SAFETY: the block is readable, its transpose writable (caller). The first step pairs rows 0 and 1, 2 and 3, in even and
-        // odd columns; the second pairs these pairs, as vectors of two 64-bit lanes.
+        // SAFETY: the block is readable, its transpose writable (caller). The first step pairs rows 0 and 1, 2 and 3,
+        // in even and odd columns; the second pairs these pairs, as vectors of two 64-bit lanes.
         unsafe {
             let row = |r: usize| vld1q_f32(src.add(r * src_stride));
             let pairs = |a, b| [vtrn1q_f32(a, b), vtrn2q_f32(a, b)].map(|v| vreinterpretq_f64_f32(v));
@@ -161,7 +161,8 @@ unsafe fn dot_bytes(to: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
     sums
 }
 
-/// The largest magnitude of the first `n` of `N` vectors' elements at `src`, NaN where one is, and the vectors, zero beyond.
+/// The largest magnitude of the first `n` of `N` vectors' elements at `src`, NaN where one is, and the vectors, zero
+/// beyond.
 ///
 /// # Safety
 /// `n` elements are readable; the set exists.
@@ -195,8 +196,8 @@ unsafe fn to_bytes(whole: [int32x4_t; 4]) -> int8x16_t {
 ///
 /// A packed block, 256 bytes of which 132 are used: `high` [64] and `low` [64] signed bytes; the scale, f32.
 ///
-/// PERF: a block of four rows times one of activations is 98 instructions; widened it is sixteen times 24 (counted, rustc 1.95). How fast that is
-/// nobody has measured.
+/// PERF: a block of four rows times one of activations is 98 instructions; widened it is sixteen times 24 (counted,
+/// rustc 1.95). How fast that is nobody has measured.
 pub(crate) struct Bytes;
 
 /// The largest magnitude of 128 * high + low with both signed bytes.
@@ -279,12 +280,13 @@ impl Dot<Neon> for Bytes {
     }
 }
 
-/// 4-bit weights with activations in 8 bits, as `avx512::Levels` has them: a look-up in a register makes numbers levels, `sdot` multiplies them.
+/// 4-bit weights with activations in 8 bits, as `avx512::Levels` has them: a look-up in a register makes numbers
+/// levels, `sdot` multiplies them.
 ///
 /// A packed line, 512 bytes of which 144 are used: signed bytes [128]; the blocks' scales [4 f32].
 ///
-/// PERF: a line of four rows times one of activations is 197 instructions; widened it is 32 times 24, and what makes levels of bytes (counted as
-/// [`Bytes`]'s).
+/// PERF: a line of four rows times one of activations is 197 instructions; widened it is 32 times 24, and what makes
+/// levels of bytes (counted as [`Bytes`]'s).
 pub(crate) struct Levels<T>(PhantomData<T>);
 
 impl<T: Table> Dot<Neon> for Levels<T> {

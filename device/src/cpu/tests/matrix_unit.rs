@@ -1,8 +1,8 @@
 //! Products on a matrix unit, whether or not this machine has one: its instructions in plain Rust.
 //!
-//! Numbers are such that what their first bf16 terms leave has their sign and is as large as it can be, and all products of an
-//! output have one sign. So every product of terms that is left out shows, where with noise most of it cancels: the bound is the
-//! one of the module's head, and each of the three products is at least 2^-10 of an output.
+//! Numbers are such that what their first bf16 terms leave has their sign and is as large as it can be, and all
+//! products of an output have one sign. So every product of terms that is left out shows, where with noise most of it
+//! cancels: the bound is the one of the module's head, and each of the three products is at least 2^-10 of an output.
 
 use super::Memory;
 use crate::cpu::amx::{self, Amx, Config, InPlace, InTerms, Source, Tiles, Unit};
@@ -118,7 +118,8 @@ fn products<W: Source, U: Unit>(x: &Memory, w: *const W::Elem, w_stride: usize, 
     let stride = rows.next_multiple_of(16);
     let mut packed = vec![f32::NAN; k * stride];
     let mut sums = vec![f32::NAN; n * stride];
-    // SAFETY: the areas are as the trait wants them; the vectors have been found (`every_product_of_terms_counts`), as has the unit.
+    // SAFETY: the areas are as the trait wants them; the vectors have been found (`every_product_of_terms_counts`), as
+    // has the unit.
     unsafe {
         type On<W, U> = Tiles<W, U>;
         <On<W, U> as Products<Vectors>>::pack(

@@ -5,8 +5,8 @@ use crate::kernels::causal_conv::{self, CausalConv};
 use crate::kernels::gated::{self, Gated};
 use crate::kernels::recurrence::{self, Recurrence};
 
-/// What one pass over all rows leaves of each operand, and what passes over one row each leave. Those in `of_rows` have rows along their first
-/// dimension.
+/// What one pass over all rows leaves of each operand, and what passes over one row each leave. Those in `of_rows` have
+/// rows along their first dimension.
 fn in_turn<K: MacroKernel + Numbered>(
     isa: Isa,
     params: &K::Params,

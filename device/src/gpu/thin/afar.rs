@@ -1,13 +1,16 @@
-//! Rows of weights that no loader brings, two at a time: those of the experts that a row goes to, which are known only when it has come.
+//! Rows of weights that no loader brings, two at a time: those of the experts that a row goes to, which are known only
+//! when it has come.
 //!
-//! A warp has one pair of rows, gate's and up's, after the other, and a lane units of both, as in [`long`](super::long). While it multiplies those of a
-//! pair the next ones are on their way: waited for one after the other, each would take what L2 takes to answer.
+//! A warp has one pair of rows, gate's and up's, after the other, and a lane units of both, as in
+//! [`long`](super::long). While it multiplies those of a pair the next ones are on their way: waited for one after the
+//! other, each would take what L2 takes to answer.
 //!
-//! The row of activations has been [staged](stage). For weights in fewer bits it becomes [whole numbers](super::whole); zeros fill up what it lacks of
-//! whole lines, as their rows are.
+//! The row of activations has been [staged](stage). For weights in fewer bits it becomes [whole numbers](super::whole);
+//! zeros fill up what it lacks of whole lines, as their rows are.
 //!
-//! Back from the experts ([`parts`]) a row of weights for each slot is one product. With weights in fewer bits the slots' rows of activations are one long
-//! row, as whole numbers in shared memory: as many units of it at a time, a *group*, as have room.
+//! Back from the experts ([`parts`]) a row of weights for each slot is one product. With weights in fewer bits the
+//! slots' rows of activations are one long row, as whole numbers in shared memory: as many units of it at a time, a
+//! *group*, as have room.
 
 use super::super::math::rsqrt;
 use super::super::packed::{Eight, Four, LookedUp, Packed};
@@ -122,8 +125,8 @@ trait Place: Copy {
     fn scale<P: Numbered>(self) -> u32;
 }
 
-/// In the words in which the elements of so many units of the staged row have stood. Eight neighbours' sixteens begin in two banks, so that of each two
-/// the order of fours is another.
+/// In the words in which the elements of so many units of the staged row have stood. Eight neighbours' sixteens begin
+/// in two banks, so that of each two the order of fours is another.
 #[derive(Clone, Copy)]
 struct InPlace(u32);
 
@@ -182,7 +185,8 @@ unsafe fn taken<P: Numbered>(at: impl Place) -> P::Row {
 /// # Safety
 /// As there.
 pub(super) unsafe fn make_numbers<P: Numbered>(unit: u32, k: u32) {
-    // SAFETY: the caller's promise: the numbers take the place of what they are made of, for which the row filled up has room.
+    // SAFETY: the caller's promise: the numbers take the place of what they are made of, for which the row filled up
+    // has room.
     unsafe {
         // Nothing has been staged beyond the row, and who reads another unit's place may find its numbers there.
         let eight = |at: u32| if at < k { staged_eight(at) } else { [0.0; 8] };
@@ -190,8 +194,8 @@ pub(super) unsafe fn make_numbers<P: Numbered>(unit: u32, k: u32) {
     }
 }
 
-/// What unit `unit` of a row of `k` elements is made of: what `eight` says of its eights, all of which it is asked for at once, zeros of those that are
-/// not there.
+/// What unit `unit` of a row of `k` elements is made of: what `eight` says of its eights, all of which it is asked for
+/// at once, zeros of those that are not there.
 fn eights_of<P: Numbered>(unit: u32, k: u32, eight: impl Fn(u32) -> [f32; 8]) -> [[f32; 8]; 4] {
     let (one, other) = (P::stretch(unit, 0), P::stretch(unit, P::STRETCHES - 1));
     let [a, b, c, d] = [eight(one), eight(one + 8), eight(other), eight(other + 8)];
@@ -208,7 +212,8 @@ pub(super) unsafe fn made_numbers<P: Numbered>(unit: u32) -> P::Row {
     unsafe { taken::<P>(InPlace(unit)) }
 }
 
-/// The form in which the rows of two stacks of weights, operands `gate` and `up` of so many elements, can be taken here, if they can.
+/// The form in which the rows of two stacks of weights, operands `gate` and `up` of so many elements, can be taken
+/// here, if they can.
 ///
 /// # Safety
 /// The call has these operands.
@@ -294,7 +299,8 @@ unsafe fn put_staged(unit: u32, values: [f32; 8]) {
 /// Makes of the staged row of `k` elements what [`pairs`] multiplies.
 ///
 /// # Safety
-/// Every thread of the block makes this same call, and has met the others since they staged the row, whose form is [this](form_of).
+/// Every thread of the block makes this same call, and has met the others since they staged the row, whose form is
+/// [this](form_of).
 pub(crate) unsafe fn make<F: Afar>(k: u32, block: &Block) {
     if !F::IS_MADE {
         return;
@@ -314,11 +320,13 @@ struct Asked<F: Afar> {
     up: [F::Fetched; 4],
 }
 
-/// Calls `finish(slot, column, sums, ask(slot, column))`, on one lane, for each of the `chosen` experts that were `found` and every row, a column, of its
-/// two matrices, of which the sums are the products with the row that has been [made](make).
+/// Calls `finish(slot, column, sums, ask(slot, column))`, on one lane, for each of the `chosen` experts that were
+/// `found` and every row, a column, of its two matrices, of which the sums are the products with the row that has been
+/// [made](make).
 ///
 /// # Safety
-/// Every thread of the block makes this same call; operands `gate` and `up` are of [this form](form_of), one as large as the other.
+/// Every thread of the block makes this same call; operands `gate` and `up` are of [this form](form_of), one as large
+/// as the other.
 pub(crate) unsafe fn pairs<F: Afar>(
     call: &Call<'_>,
     [gate, up]: [usize; 2],
@@ -466,7 +474,8 @@ struct Slots {
 }
 
 impl Slots {
-    /// Asks for a lane's next units of row `column` of the weights, from `first` on; for the first one where there is none before `end`.
+    /// Asks for a lane's next units of row `column` of the weights, from `first` on; for the first one where there is
+    /// none before `end`.
     ///
     /// # Safety
     /// As [`Afar::fetch`].
@@ -485,12 +494,12 @@ impl Slots {
     }
 }
 
-/// Calls `finish(column, sum, ask(column))`, on one lane, for every row, a column, of the matrices of the `chosen` experts that were `found`, of which
-/// the sum over slots is that of the products with row `[r, slot]` of operand `x`.
+/// Calls `finish(column, sum, ask(column))`, on one lane, for every row, a column, of the matrices of the `chosen`
+/// experts that were `found`, of which the sum over slots is that of the products with row `[r, slot]` of operand `x`.
 ///
 /// # Safety
-/// Every thread of the block makes this same call, which [has parts](has_parts), and nobody reads shared memory that a task may have, but for what was
-/// found.
+/// Every thread of the block makes this same call, which [has parts](has_parts), and nobody reads shared memory that a
+/// task may have, but for what was found.
 pub(crate) unsafe fn parts<P: Numbered>(
     call: &Call<'_>,
     [x, w]: [usize; 2],
@@ -499,8 +508,8 @@ pub(crate) unsafe fn parts<P: Numbered>(
     ask: impl Fn(u32) -> (u32, f32),
     finish: impl Fn(u32, f32, (u32, f32)),
 ) {
-    // SAFETY: the caller's promises; a group's numbers are a thread's each, read behind one barrier and written anew behind another; a column's sum is
-    // one lane's.
+    // SAFETY: the caller's promises; a group's numbers are a thread's each, read behind one barrier and written anew
+    // behind another; a column's sum is one lane's.
     unsafe {
         let (x, w) = (call.tensor(x), call.tensor(w));
         let (n, k, table) = (w.extent(1), w.extent(2), P::table(w.dtype()));

@@ -1,6 +1,6 @@
-//! Weights in 8 bits ([`perpetua_shared::dtype::Q8`]), which are multiplied as they are, with activations that are [whole numbers](super::whole): a
-//! line is a chunk, with a scale of its own. A product is exact, in 32 bits, of 64 of k; what becomes of it in f32 is its scales' product times it,
-//! added to others.
+//! Weights in 8 bits ([`perpetua_shared::dtype::Q8`]), which are multiplied as they are, with activations that are
+//! [whole numbers](super::whole): a line is a chunk, with a scale of its own. A product is exact, in 32 bits, of 64 of
+//! k; what becomes of it in f32 is its scales' product times it, added to others.
 
 use super::super::Q8;
 use super::super::packed::{Eight, LINE, Packed};

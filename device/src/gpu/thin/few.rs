@@ -1,5 +1,6 @@
-//! Products of a few rows whose weights come in tiles: what `linear` and `gated_linear` are made of where a pass has two to eight rows, those of a
-//! small batch or of guesses. Their activations are bf16, as those of [many rows](super::super::warpgroup) are, whose norms and [`Finish`] they have.
+//! Products of a few rows whose weights come in tiles: what `linear` and `gated_linear` are made of where a pass has
+//! two to eight rows, those of a small batch or of guesses. Their activations are bf16, as those of [many
+//! rows](super::super::warpgroup) are, whose norms and [`Finish`] they have.
 //!
 //! ```text
 //! A   16 rows x 16 of k    rows of weights, of one matrix, or eight of each of two: of the sixteen bytes that a lane loads from a row, words 0 and 1
@@ -7,13 +8,15 @@
 //! B   16 of k x 8 columns  eight rows of activations: the same sixteen bytes of each
 //! D   16 rows x 8 columns  a warp's part of k; warps' parts are added once rows enough are there
 //! ```
-//! As with [one row](super) a product takes k as they lie, so nothing is moved between registers. A tile is read once for all rows; a quarter of a warp,
-//! two rows of weights, wants the same banks twice, which is half of what shared memory gives and three times what memory brings.
+//! As with [one row](super) a product takes k as they lie, so nothing is moved between registers. A tile is read once
+//! for all rows; a quarter of a warp, two rows of weights, wants the same banks twice, which is half of what shared
+//! memory gives and three times what memory brings.
 //!
-//! The activations lie in the memory that the pass's tiles [leave](crate::kernels::MacroKernel::beside_tiles) at its beginning, rows apart by half a
-//! line more than whole ones, so that neighbours have other banks.
+//! The activations lie in the memory that the pass's tiles [leave](crate::kernels::MacroKernel::beside_tiles) at its
+//! beginning, rows apart by half a line more than whole ones, so that neighbours have other banks.
 //!
-//! Floor: the weights' bytes, as for one row; the activations', which come from L2, are as many as those of so many rows of weights.
+//! Floor: the weights' bytes, as for one row; the activations', which come from L2, are as many as those of so many
+//! rows of weights.
 
 use super::super::tiles::Tiles;
 use super::super::warpgroup::{Finish, Place, bytes_apart};
@@ -33,8 +36,8 @@ pub(crate) const ROWS: u32 = linear::MOST_FEW;
 const CHUNK: u32 = 32;
 const CHUNK_BYTES: u32 = 2 * CHUNK;
 
-/// Words of warps' sums of squares, which begin where [`Finish`] has no more words of its own, and of a row of weights' sums: in another bank than those
-/// of the row four further on.
+/// Words of warps' sums of squares, which begin where [`Finish`] has no more words of its own, and of a row of weights'
+/// sums: in another bank than those of the row four further on.
 const SQUARES: u32 = FREE_SHARED + super::super::warpgroup::ROWS;
 const SUMS: u32 = SQUARES + ROWS * WARPS;
 const PITCH: u32 = ROWS + 2;
@@ -64,12 +67,12 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, rows: u32) -> bool 
     }
 }
 
-/// Has `finish` [take](Finish::rows) the sums of each of the `rows` rows of operand `x` and four rows at a time of the N weight matrices, from `w` on, which
-/// come in tiles. What it can it does before `ready`.
+/// Has `finish` [take](Finish::rows) the sums of each of the `rows` rows of operand `x` and four rows at a time of the
+/// N weight matrices, from `w` on, which come in tiles. What it can it does before `ready`.
 ///
 /// # Safety
-/// Every thread of the block makes this same call; [`is_for`] it; `x` has at least `rows` rows; the tiles are those of a plan for this task, and leave the
-/// [memory](crate::kernels::MacroKernel::beside_tiles) that it takes.
+/// Every thread of the block makes this same call; [`is_for`] it; `x` has at least `rows` rows; the tiles are those of
+/// a plan for this task, and leave the [memory](crate::kernels::MacroKernel::beside_tiles) that it takes.
 ///
 /// # Errors
 /// Those of `ready`.
@@ -80,8 +83,8 @@ pub(crate) unsafe fn multiply<const N: usize>(
     ready: impl Fn() -> Result<(), Fault>,
     finish: &impl Finish<N>,
 ) -> Result<(), Fault> {
-    // SAFETY: the caller's promises. All conditions but those around what a lane keeps depend on the task alone. A warp writes its own sums, which
-    // others read between two barriers; lanes of rows that are not there read others.
+    // SAFETY: the caller's promises. All conditions but those around what a lane keeps depend on the task alone. A warp
+    // writes its own sums, which others read between two barriers; lanes of rows that are not there read others.
     unsafe {
         let Some(tiles) = call.tiles else { return Ok(()) };
         let (columns, k) = (call.tensor(slot::W).extent(0), call.tensor(slot::W).extent(1));
@@ -108,7 +111,8 @@ pub(crate) unsafe fn multiply<const N: usize>(
         let own_x = (if g < rows { g } else { 0 }) * pitch + 16 * t;
         let most = MOST / matrices / 4 * 4;
         let parts = SUMS + block.warp() * (MOST * PITCH);
-        // Where a lane finds its two rows of weights, and where their sums go: of one matrix the second is eight further on, of two it is the other's.
+        // Where a lane finds its two rows of weights, and where their sums go: of one matrix the second is eight
+        // further on, of two it is the other's.
         let row = |i: u32| if N == 2 { g } else { g + 8 * i };
         let place = |taken: &Taken, i: u32, row: u32| taken.at(if N == 2 { i } else { 0 }) + row * row_bytes + 16 * t;
         let adds_up = finish.adds_up();
@@ -188,7 +192,8 @@ pub(crate) unsafe fn multiply<const N: usize>(
     }
 }
 
-/// Begins to copy `rows` rows of operand `x`, of `k`, each `pitch` bytes after the one before, the first to the first byte that tiles may have.
+/// Begins to copy `rows` rows of operand `x`, of `k`, each `pitch` bytes after the one before, the first to the first
+/// byte that tiles may have.
 unsafe fn begin_copies(call: &Call<'_>, pitch: u32, [rows, k]: [u32; 2], block: &Block) {
     // SAFETY: the rows are there, and so is the memory (caller), which nobody reads before all have waited and met.
     unsafe {
@@ -204,8 +209,9 @@ unsafe fn begin_copies(call: &Call<'_>, pitch: u32, [rows, k]: [u32; 2], block: 
     }
 }
 
-/// What the calling warp's chunks of rows of `k` add to the sums of sixteen rows of weights, of which a lane has those whose bytes begin at `low` and `high`
-/// of the tiles, with eight rows of activations, of which it has that at `x`: as `mma` leaves them.
+/// What the calling warp's chunks of rows of `k` add to the sums of sixteen rows of weights, of which a lane has those
+/// whose bytes begin at `low` and `high` of the tiles, with eight rows of activations, of which it has that at `x`: as
+/// `mma` leaves them.
 ///
 /// # Safety
 /// As [`multiply`].
@@ -250,8 +256,8 @@ unsafe fn products([low, high]: [u32; 2], x: u32, k: u32, block: &Block) -> [f32
     [one(0), one(1), one(2), one(3)]
 }
 
-/// The sums of all warps of four rows of weights, `apart` rows apart, the first of which stands at word `from` for the first warp: of those up to number
-/// `last`, which comes again for others.
+/// The sums of all warps of four rows of weights, `apart` rows apart, the first of which stands at word `from` for the
+/// first warp: of those up to number `last`, which comes again for others.
 unsafe fn four(from: u32, [apart, last]: [u32; 2], block: &Block) -> [f32; 4] {
     let at = |i: u32| from + i.min(last) * apart * PITCH;
     let places = [at(0), at(1), at(2), at(3)];

@@ -39,7 +39,8 @@ pub(crate) trait Form: Copy + Debug {
     type Weights: Copy + Debug;
     const NO_WEIGHTS: Self::Weights;
 
-    /// What a lane has of the activations of a chunk: words by themselves, since two in an array go from function to function as one of 64 bits.
+    /// What a lane has of the activations of a chunk: words by themselves, since two in an array go from function to
+    /// function as one of 64 bits.
     type Values: Copy;
 
     /// Products that are being added up.
@@ -49,7 +50,8 @@ pub(crate) trait Form: Copy + Debug {
     /// Bytes of a row of `k`.
     fn row_bytes(k: u32) -> u32;
 
-    /// 1 where rows of `k` are a multiple of 128 bytes apart, so that of two neighbours one has to be at the other half of a pair of chunks; else 0.
+    /// 1 where rows of `k` are a multiple of 128 bytes apart, so that of two neighbours one has to be at the other half
+    /// of a pair of chunks; else 0.
     fn swap(k: u32) -> u32;
 
     /// Words that the terms of a row of `k` take, a multiple of four.
@@ -63,13 +65,14 @@ pub(crate) trait Form: Copy + Debug {
         16 * (block.lane() % 4)
     }
 
-    /// The word, in the terms of a row of `k`, at which term `term` of chunk 0 begins for lane t: as words 0 and 2 of a lane's weights are multiplied,
-    /// or, where `words` is 1, 1 and 3.
+    /// The word, in the terms of a row of `k`, at which term `term` of chunk 0 begins for lane t: as words 0 and 2 of a
+    /// lane's weights are multiplied, or, where `words` is 1, 1 and 3.
     fn start(k: u32, term: u32, words: u32, t: u32) -> u32 {
         term * (k / Self::CHUNK) * CHUNK_WORDS + 4 * t + 2 * words
     }
 
-    /// The sixteen bytes that a lane takes of the chunk at `place`, in a row whose first ones it would find at byte `at` of the tiles.
+    /// The sixteen bytes that a lane takes of the chunk at `place`, in a row whose first ones it would find at byte
+    /// `at` of the tiles.
     ///
     /// # Safety
     /// As [`run`](super::run).
@@ -87,8 +90,8 @@ pub(crate) trait Form: Copy + Debug {
     /// As [`run`](super::run).
     unsafe fn add(sum: Self::Sum, weights: Self::Weights, values: Self::Values) -> Self::Sum;
 
-    /// What a lane's two columns of two products add to the sum of its row, with the other term's: lane t has columns 2t and 2t + 1, words 0
-    /// and 2 and words 1 and 3 of a parity's rows in a term; two lanes on, in the other.
+    /// What a lane's two columns of two products add to the sum of its row, with the other term's: lane t has columns
+    /// 2t and 2t + 1, words 0 and 2 and words 1 and 3 of a parity's rows in a term; two lanes on, in the other.
     ///
     /// # Safety
     /// As [`run`](super::run).
@@ -97,7 +100,8 @@ pub(crate) trait Form: Copy + Debug {
     /// Puts the terms of unit `unit` of the row of `k` where they belong, if it `is_there`.
     ///
     /// # Safety
-    /// The thread's own words; whole warps, neighbours with neighbouring units, where they do it [together](Form::TOGETHER).
+    /// The thread's own words; whole warps, neighbours with neighbouring units, where they do it
+    /// [together](Form::TOGETHER).
     unsafe fn put(unit: u32, is_there: bool, values: [f32; 8], k: u32);
 }
 

@@ -1,17 +1,19 @@
-//! Weights in 4 bits, as [`perpetua_shared::dtype::Q4`] has them, whose levels are multiplied as bytes, with activations that are [whole numbers](super::whole),
-//! a scale for a line's.
+//! Weights in 4 bits, as [`perpetua_shared::dtype::Q4`] has them, whose levels are multiplied as bytes, with
+//! activations that are [whole numbers](super::whole), a scale for a line's.
 //!
 //! ```text
 //! line      64 bytes, 128 of k: in their low halves those of blocks 0 and 1, in the high ones those of 2 and 3, each with a scale
 //! lane t    eight bytes of the first half of a line, eight of the second: the eighths t of four blocks
 //! A         words 0 and 2 in row g a block's, words 1 and 3 in row g + 8 the next one's: a product of low halves, one of high ones
 //! ```
-//! So what a lane finds in D is of one block each, and it scales every one of the four. A lane's bytes are not sixteen in a row, as with other forms;
-//! of eight bytes a lane half a warp, four rows, is served at a time, and these find different banks: an odd row's line is the other one of a
-//! pair, as in other forms, and of every four rows two begin with the second half of a line.
+//! So what a lane finds in D is of one block each, and it scales every one of the four. A lane's bytes are not sixteen
+//! in a row, as with other forms; of eight bytes a lane half a warp, four rows, is served at a time, and these find
+//! different banks: an odd row's line is the other one of a pair, as in other forms, and of every four rows two begin
+//! with the second half of a line.
 //!
-//! Levels come out of their numbers raised by 64 and in the order of [`Four::raised`], which is that of the activations then. So a block's sum has
-//! 64 times its activations too much, and begins with as much less: what the same product makes of rows of nothing but -64, once for all rows.
+//! Levels come out of their numbers raised by 64 and in the order of [`Four::raised`], which is that of the activations
+//! then. So a block's sum has 64 times its activations too much, and begins with as much less: what the same product
+//! makes of rows of nothing but -64, once for all rows.
 
 use super::super::Q4;
 use super::super::packed::{FOUR_ELEMS, Four, LINE, LevelTable, Packed, RAISED};
@@ -31,8 +33,9 @@ const _: () = assert!(LINE == CHUNK_BYTES && FOUR_ELEMS == 128, "a chunk is a li
 /// Half a line.
 const HALF: u32 = LINE / 2;
 
-/// What sixteen bytes are, as a product takes them: the levels in their low halves, those in their high ones, and the scales of their blocks, by two.
-/// Bytes that wait for the row in registers would be half as many, and have this still to do once it is there.
+/// What sixteen bytes are, as a product takes them: the levels in their low halves, those in their high ones, and the
+/// scales of their blocks, by two. Bytes that wait for the row in registers would be half as many, and have this still
+/// to do once it is there.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Levels {
     low: [u32; 4],
@@ -49,7 +52,8 @@ impl Levels {
 }
 
 impl Levels {
-    /// Those of sixteen bytes in a row, unit `unit`, whose line has these scales: each of two words begins with the unit's.
+    /// Those of sixteen bytes in a row, unit `unit`, whose line has these scales: each of two words begins with the
+    /// unit's.
     fn of_unit(table: LevelTable, unit: u32, ([a, b, c, d], [s, t]): ([u32; 4], [u32; 2])) -> Levels {
         let shift = unit % 4 / 2 * 16;
         Levels::of(table, (a, b), (c, d), (s >> shift, t >> shift))
@@ -190,7 +194,8 @@ impl Form for Four {
     }
 }
 
-/// A unit of the row, as whole numbers of a scale: sixteen elements, and the sixteen that are in the same bytes' high halves.
+/// A unit of the row, as whole numbers of a scale: sixteen elements, and the sixteen that are in the same bytes' high
+/// halves.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Numbers {
     high: [u32; 8],

@@ -1,16 +1,21 @@
-//! Rows that shared memory has no room for as terms, in registers: `down` of all but the smallest models, and all products of the largest.
+//! Rows that shared memory has no room for as terms, in registers: `down` of all but the smallest models, and all
+//! products of the largest.
 //!
-//! A thread has units of eight elements of the row, as they are, one in so many as there are threads, and multiplies them with the same
-//! units of one row of weights after another by FMAs: 17 instructions a unit, where tensor cores fed from shared memory take some
-//! 3. In return nothing is staged, nobody meets before the sums of all warps are there, and the ring of tiles keeps its size. A row of weights of
+//! A thread has units of eight elements of the row, as they are, one in so many as there are threads, and multiplies
+//! them with the same units of one row of weights after another by FMAs: 17 instructions a unit, where tensor cores fed
+//! from shared memory take some
+//! 3. In return nothing is staged, nobody meets before the sums of all warps are there, and the ring of tiles keeps its
+//!    size. A row of weights of
 //! k elements takes some k / 18 cycles by the counter of docs/cycles.md, and k / 9 to come from memory.
 //!
-//! Of weights in 8 bits a unit is sixteen elements, of those in 4 bits 32, and activations are whole numbers of 16 bits, by a scale for each unit:
-//! their bytes are multiplied by fours, which in 8 bits takes half as many instructions for twice as many elements.
+//! Of weights in 8 bits a unit is sixteen elements, of those in 4 bits 32, and activations are whole numbers of 16
+//! bits, by a scale for each unit: their bytes are multiplied by fours, which in 8 bits takes half as many instructions
+//! for twice as many elements.
 //!
-//! The first row of weights is read while the row of activations is on its way, and each next one while the one before is multiplied. Of
-//! two matrices the rows take turns. A row that is too long for the registers, too, is multiplied a segment after the other
-//! ([`linear::segment_len`](crate::kernels::linear::segment_len)), each with that part of all rows of weights, in the order in which their tiles come.
+//! The first row of weights is read while the row of activations is on its way, and each next one while the one before
+//! is multiplied. Of two matrices the rows take turns. A row that is too long for the registers, too, is multiplied a
+//! segment after the other ([`linear::segment_len`](crate::kernels::linear::segment_len)), each with that part of all
+//! rows of weights, in the order in which their tiles come.
 
 use super::super::Call;
 use super::super::flags::{Again, Read};
@@ -106,8 +111,8 @@ const _: () = {
 };
 const _: () = assert!(LONG_SUMS * (TASK_THREADS / 32) <= shared::KEPT - FREE_SHARED, "sums have room");
 
-/// The form for which [`run`] does this call, of `N` matrices of weights from operand `w` on, if it does, and `row` is its one row, taken in so many
-/// `segments`.
+/// The form for which [`run`] does this call, of `N` matrices of weights from operand `w` on, if it does, and `row` is
+/// its one row, taken in so many `segments`.
 ///
 /// # Safety
 /// The operands are a kernel's that has these.
@@ -155,11 +160,12 @@ unsafe fn is_for<F: Units, const N: usize>(
     }
 }
 
-/// Calls `finish(n, sums, ask(n))`, on some thread, for every row n of the `N` matrices of weights of form `F`, operands `w` and up, of which the sums are
-/// the products with `row`, whose `segments` come one after the other.
+/// Calls `finish(n, sums, ask(n))`, on some thread, for every row n of the `N` matrices of weights of form `F`,
+/// operands `w` and up, of which the sums are the products with `row`, whose `segments` come one after the other.
 ///
 /// # Safety
-/// Every thread of the block makes this same call; it is of [this form](form_of), the task's events have fired, and the tiles are those of a plan for it.
+/// Every thread of the block makes this same call; it is of [this form](form_of), the task's events have fired, and the
+/// tiles are those of a plan for it.
 pub(crate) unsafe fn run<F: Units, const N: usize>(
     call: &Call<'_>,
     row: &First<'_>,
@@ -168,7 +174,8 @@ pub(crate) unsafe fn run<F: Units, const N: usize>(
     ask: impl Fn(u32) -> u32,
     finish: impl Fn(u32, [f32; N], u32),
 ) {
-    // SAFETY: the caller's promises. The conditions depend on the task alone; a warp writes its own words, which others read between two barriers.
+    // SAFETY: the caller's promises. The conditions depend on the task alone; a warp writes its own words, which others
+    // read between two barriers.
     unsafe {
         let Some(tiles) = call.tiles else { return };
         let (columns, k) = (call.tensor(slot::W).extent(0), call.tensor(slot::W).extent(1));
@@ -242,8 +249,8 @@ struct Part {
     rows: u32,
 }
 
-/// Where the calling thread's units of a part are, in the row and in any row of weights; those beyond the last are the first again, the thread's
-/// or the part's, which are there, and multiplied with nothing.
+/// Where the calling thread's units of a part are, in the row and in any row of weights; those beyond the last are the
+/// first again, the thread's or the part's, which are there, and multiplied with nothing.
 #[derive(Clone, Copy, Debug)]
 struct Mine<const W: usize> {
     part: Part,
@@ -284,8 +291,8 @@ impl<const W: usize> Mine<W> {
         }
     }
 
-    /// Weights of the next row, which is there, of the first matrix or, after it, of the next; once it is all matrices' their tiles are
-    /// released.
+    /// Weights of the next row, which is there, of the first matrix or, after it, of the next; once it is all matrices'
+    /// their tiles are released.
     ///
     /// # Safety
     /// As [`Tiles::take`].
@@ -332,8 +339,8 @@ impl<F: Units, const W: usize> Again<AllAsked<F, W>> for &(Mine<W>, &First<'_>) 
     }
 }
 
-/// Puts what the calling warp adds to the sums of the `part`'s rows of weights into shared memory, of the first one as row `sums`. The part has
-/// `W` units for each thread, or fewer, of which `first` is the first.
+/// Puts what the calling warp adds to the sums of the `part`'s rows of weights into shared memory, of the first one as
+/// row `sums`. The part has `W` units for each thread, or fewer, of which `first` is the first.
 ///
 /// # Safety
 /// As [`run`].
@@ -358,7 +365,8 @@ unsafe fn multiply<F: Units, const N: usize, const W: usize>(
                 x[i] = if Mine::<W>::is_there(i, part, block) { F::unit(row, asked.0[i]) } else { F::NOTHING };
             }
         });
-        // Of the row of weights before this one, over the lanes; beside this one's products, which need not wait for it.
+        // Of the row of weights before this one, over the lanes; beside this one's products, which need not wait for
+        // it.
         let (mut n, mut last) = (0, 0.0);
         loop {
             let has_more = n + 1 < part.rows;

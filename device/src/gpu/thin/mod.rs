@@ -1,5 +1,5 @@
-//! Products of one row with weights that come in tiles, in bf16, 8 bits or 4: what `linear` and `gated_linear` are made of in decoding; and of
-//! experts' weights, which do not ([`afar`]).
+//! Products of one row with weights that come in tiles, in bf16, 8 bits or 4: what `linear` and `gated_linear` are made
+//! of in decoding; and of experts' weights, which do not ([`afar`]).
 //!
 //! ```text
 //! A   16 rows x 16 of k    8 rows of weights: a lane's sixteen bytes, as they lie in the tile, are four registers of A, words
@@ -9,24 +9,26 @@
 //! D   16 rows x 8 columns  of which row g and row g + 8 want a column each for either term; a warp's part of k; warps' parts
 //!                          are added once rows enough are there
 //! ```
-//! A product is a sum over k in any order, so a lane takes k as they lie, eight in a row, and the four numbers that the tensor
-//! core believes to be k = 2t, 2t + 1, 2t + 8 and 2t + 9 are others, the same in A and B; nothing is moved between registers.
+//! A product is a sum over k in any order, so a lane takes k as they lie, eight in a row, and the four numbers that the
+//! tensor core believes to be k = 2t, 2t + 1, 2t + 8 and 2t + 9 are others, the same in A and B; nothing is moved
+//! between registers.
 //!
-//! Rows of weights are multiples of 128 bytes apart, so in the same banks of shared memory, which give a quarter of a warp, two rows,
-//! 128 bytes at a time. So an odd row is at one half of a pair of chunks while the even one is at the other: the products' k are not
-//! the same in both, hence the columns. B's columns are such that half a warp, which is given eight bytes a lane at a time,
-//! finds all of a pair of chunks in one term.
+//! Rows of weights are multiples of 128 bytes apart, so in the same banks of shared memory, which give a quarter of a
+//! warp, two rows, 128 bytes at a time. So an odd row is at one half of a pair of chunks while the even one is at the
+//! other: the products' k are not the same in both, hence the columns. B's columns are such that half a warp, which is
+//! given eight bytes a lane at a time, finds all of a pair of chunks in one term.
 //!
-//! What counts is not the rate, which FMAs would keep up with, but how long a task takes once its row is there, since every instruction stands
-//! between two hops, and how much code that is, which an SM has to have at hand ([`product`]). 256 weights cost a
-//! warp 27 instructions one by one, as `rows` does it, and sums over lanes for every row; this way some 3, and a sum over warps for all
-//! rows together.
+//! What counts is not the rate, which FMAs would keep up with, but how long a task takes once its row is there, since
+//! every instruction stands between two hops, and how much code that is, which an SM has to have at hand ([`product`]).
+//! 256 weights cost a warp 27 instructions one by one, as `rows` does it, and sums over lanes for every row; this way
+//! some 3, and a sum over warps for all rows together.
 //!
-//! With weights of bf16 x is taken as hi + lo, both bf16 ([`terms`]), which leaves out what is below 2^-17 of an element. Products are exact, sums
-//! f32. With those of 8 bits ([`eight`]) hi and lo are bytes, and sixteen bytes are as many elements, so that a product has 16 x 32 and 32 x 8; all
-//! else is the same, and [`Form`] says what is not.
+//! With weights of bf16 x is taken as hi + lo, both bf16 ([`terms`]), which leaves out what is below 2^-17 of an
+//! element. Products are exact, sums f32. With those of 8 bits ([`eight`]) hi and lo are bytes, and sixteen bytes are
+//! as many elements, so that a product has 16 x 32 and 32 x 8; all else is the same, and [`Form`] says what is not.
 
-/// `$body` for every unit `$i` below `$n`, written out: what loops index the compiler does not always keep in registers.
+/// `$body` for every unit `$i` below `$n`, written out: what loops index the compiler does not always keep in
+/// registers.
 macro_rules! each {
     (unit $i:ident below $n:expr => $body:block) => {
         each!($i below $n => $body; 0 1 2 3 4 5 6 7)
@@ -143,7 +145,8 @@ impl Column {
     /// That of the calling lane, for a row of `k`.
     fn of<F: Form>(k: u32, block: &Block) -> Column {
         let (g, t) = (block.lane() / 4, block.lane() % 4);
-        // The column that a lane has B for, g: words 0 and 2 or 1 and 3, of even or odd rows, in the first or the second term.
+        // The column that a lane has B for, g: words 0 and 2 or 1 and 3, of even or odd rows, in the first or the
+        // second term.
         let (words, parity, term) = (g % 2, g / 2 % 2, g / 4);
         let swap = F::swap(k);
         Column { at: TERMS + F::start(k, term, words, t), parity: parity & swap, own: (g % 2) & swap }
@@ -172,8 +175,9 @@ impl Chunk {
     }
 }
 
-/// What the calling warp's chunks of rows of `k` add to the sums of eight rows, and, if `HIGH`, to those of eight more, of which a
-/// lane's weights begin at these bytes of the tiles: on one or the other of the first two lanes of four, for even rows and for odd.
+/// What the calling warp's chunks of rows of `k` add to the sums of eight rows, and, if `HIGH`, to those of eight more,
+/// of which a lane's weights begin at these bytes of the tiles: on one or the other of the first two lanes of four, for
+/// even rows and for odd.
 ///
 /// # Safety
 /// As [`run`].

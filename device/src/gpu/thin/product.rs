@@ -1,5 +1,5 @@
-//! A task of one row whose weights come in tiles: `linear`'s and `gated_linear`'s in one body, whether the row is normalised, merged or
-//! as it is, so that an SM fetches the code for a layer's products once (`docs/cycles.md`).
+//! A task of one row whose weights come in tiles: `linear`'s and `gated_linear`'s in one body, whether the row is
+//! normalised, merged or as it is, so that an SM fetches the code for a layer's products once (`docs/cycles.md`).
 
 use super::super::flags::unmarked;
 use super::super::math::{activate, reciprocal, rsqrt, silu};
@@ -63,8 +63,9 @@ impl Of {
 }
 
 impl Product {
-    /// What a record says of such a task ([`Turn::known`](perpetua_shared::Turn::known)): one more than its kind, in the lowest two bits, and
-    /// [what it is of](Of), then what it divides by. Zeros, if `task`, whose `operands` have addresses, is none.
+    /// What a record says of such a task ([`Turn::known`](perpetua_shared::Turn::known)): one more than its kind, in
+    /// the lowest two bits, and [what it is of](Of), then what it divides by. Zeros, if `task`, whose `operands` have
+    /// addresses, is none.
     #[cfg(not(target_arch = "nvptx64"))]
     pub(crate) fn known(task: &TaskDesc, operands: &[Operand], is_aligned: impl Fn(&Operand) -> bool) -> [u32; 4] {
         let two = task.task_type == GatedLinear::TASK_TYPE;
@@ -154,14 +155,16 @@ unsafe fn run<F: Form>(
     block: &Block,
     ready: impl Fn() -> Result<(), Fault>,
 ) -> Result<(), Fault> {
-    // SAFETY: the caller's promises. All conditions but those around what a lane keeps depend on the task alone. A warp writes its
-    // own sums, which others read between two barriers; lanes of rows that are not there read weights of others.
+    // SAFETY: the caller's promises. All conditions but those around what a lane keeps depend on the task alone. A warp
+    // writes its own sums, which others read between two barriers; lanes of rows that are not there read weights of
+    // others.
     unsafe {
         let Some(tiles) = call.tiles else { return Ok(()) };
         let (columns, k) = (call.tensor(slot::W).extent(0), call.tensor(slot::W).extent(1));
         let oldest = tiles.next();
         let norm = Norm::take(tiles, &call.tensor(of.norm()));
-        // All that no other task has a part in, so that it is not behind the row: what outputs are made of, and the first tiles' places.
+        // All that no other task has a part in, so that it is not behind the row: what outputs are made of, and the
+        // first tiles' places.
         let outputs = Outputs::new(call, of);
         let eps = params::<linear::Params>(&call.params()).eps;
         let (share, matrices) = (reciprocal(k), of.matrices());
@@ -194,7 +197,8 @@ unsafe fn run<F: Form>(
                 shared::store(squares_at + block.warp(), squares.to_bits());
             }
         }
-        // Where a lane finds its two rows of weights: of one matrix the second is eight further on, of two it is the other's.
+        // Where a lane finds its two rows of weights: of one matrix the second is eight further on, of two it is the
+        // other's.
         let (g, t) = (block.lane() / 4, block.lane() % 4);
         let row = |i: u32| if of.two { g } else { g + 8 * i };
         let place = |taken: &Taken, i: u32, row: u32| {
@@ -216,7 +220,8 @@ unsafe fn run<F: Form>(
                     at[i as usize] = place(&taken, i, taken.done + row(i).min(here - 1));
                 }
                 taken.done += here;
-                // What these leave empty the next tiles fill, for which those before need not be released (`DataOp::after`).
+                // What these leave empty the next tiles fill, for which those before need not be released
+                // (`DataOp::after`).
                 if here < per && tiles.left() >= matrices {
                     taken.take(tiles);
                     taken.done = taken.rows.min(per - here);
@@ -244,7 +249,8 @@ unsafe fn run<F: Form>(
                 taken.release(tiles, oldest);
             }
             block.sync();
-            // 1 / root of the mean square, which all of the row has a part in: so every product is multiplied with it, and none waits.
+            // 1 / root of the mean square, which all of the row has a part in: so every product is multiplied with it,
+            // and none waits.
             let mut scale = 1.0;
             if is_normed {
                 let mut total = 0.0;
@@ -295,15 +301,16 @@ struct Outputs<'a> {
     call: &'a Call<'a>,
     of: Of,
     activation: u32,
-    /// What is added to a sum, of the first matrix and of the second. Rows of no type are not there: no `Option`s, whose words would be
-    /// nobody's on some ways, and so held in registers over all bodies.
+    /// What is added to a sum, of the first matrix and of the second. Rows of no type are not there: no `Option`s,
+    /// whose words would be nobody's on some ways, and so held in registers over all bodies.
     biases: [Row; 2],
     /// What is added at last; and whether it is flagged.
     residual: Row,
     is_told: bool,
     y: Tensor,
     row: Row,
-    /// Whether outputs are as most models have them: flagged, without biases, SiLU in products of two matrices and no function in others.
+    /// Whether outputs are as most models have them: flagged, without biases, SiLU in products of two matrices and no
+    /// function in others.
     is_plain: bool,
 }
 
@@ -354,7 +361,8 @@ impl<'a> Outputs<'a> {
         }
     }
 
-    /// Writes output `n`, of which these are the sums, and to which is added what was [asked](Outputs::ask) for; and returns it.
+    /// Writes output `n`, of which these are the sums, and to which is added what was [asked](Outputs::ask) for; and
+    /// returns it.
     ///
     /// # Safety
     /// As [`ask`](Outputs::ask).

@@ -17,7 +17,8 @@ pub(super) struct Taken {
 }
 
 impl Taken {
-    /// What bytes are multiplied with to be rows of `row_bytes`, in the upper word: exactly, for numbers as small as a tile's.
+    /// What bytes are multiplied with to be rows of `row_bytes`, in the upper word: exactly, for numbers as small as a
+    /// tile's.
     pub(super) fn per_row(row_bytes: u32) -> u32 {
         u32::MAX / row_bytes + 1
     }

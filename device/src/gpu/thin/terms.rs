@@ -1,5 +1,5 @@
-//! The row of activations as products take it: in shared memory, each element hi + lo, two bf16, which leaves out what is below 2^-17 of
-//! it.
+//! The row of activations as products take it: in shared memory, each element hi + lo, two bf16, which leaves out what
+//! is below 2^-17 of it.
 
 use super::super::flags::{Again, Read, unmarked};
 use super::super::rows::{singles, widen_brain, widen_half};
@@ -24,8 +24,8 @@ fn term_at(pair: u32) -> u32 {
     pair / 4 * 4 + pair % 2 * 2 + pair / 2 % 2
 }
 
-/// Two bf16 of each value, the first value's in the low halves, of which it is the sum but for 2^-17 of it: both first ones, and
-/// both second.
+/// Two bf16 of each value, the first value's in the low halves, of which it is the sum but for 2^-17 of it: both first
+/// ones, and both second.
 pub(crate) fn in_two(values: [f32; 2]) -> [u32; 2] {
     let high = f32_to_bf16_pair(values[0], values[1]);
     let rest = |value: f32, high: u32| value - f32::from_bits(high);
@@ -34,11 +34,13 @@ pub(crate) fn in_two(values: [f32; 2]) -> [u32; 2] {
 
 /// The row to be staged.
 pub(crate) trait Source: Copy {
-    /// Calls `put(unit, true, values)` for every unit of eight of the `k` elements, on some thread; where warps do it `together`, all lanes of
-    /// one call it, neighbours with neighbouring units, and those for which there is none with `false` and the last one.
+    /// Calls `put(unit, true, values)` for every unit of eight of the `k` elements, on some thread; where warps do it
+    /// `together`, all lanes of one call it, neighbours with neighbouring units, and those for which there is none with
+    /// `false` and the last one.
     ///
     /// # Safety
-    /// Every thread of the block makes this same call; they are there, or will be, and elements may be asked for by eight.
+    /// Every thread of the block makes this same call; they are there, or will be, and elements may be asked for by
+    /// eight.
     unsafe fn each(&self, k: u32, together: bool, block: &Block, put: impl FnMut(u32, bool, [f32; 8]));
 }
 
@@ -247,12 +249,13 @@ pub(super) unsafe fn put_terms(unit: u32, values: [f32; 8], k: u32) {
     }
 }
 
-/// Puts the `k` elements of row `x` into shared memory, as the terms that weights of form `F` are multiplied with; before that each is
-/// multiplied with its weight of the norm, if there is one. The sum of the squares of those that this thread had.
+/// Puts the `k` elements of row `x` into shared memory, as the terms that weights of form `F` are multiplied with;
+/// before that each is multiplied with its weight of the norm, if there is one. The sum of the squares of those that
+/// this thread had.
 ///
 /// # Safety
-/// Every thread of the block makes this same call, no thread reads what was staged before any more; `x` has `k` elements, at most
-/// [`Form::LONGEST`], in whole units of eight that may be asked for at once, and so has the norm.
+/// Every thread of the block makes this same call, no thread reads what was staged before any more; `x` has `k`
+/// elements, at most [`Form::LONGEST`], in whole units of eight that may be asked for at once, and so has the norm.
 pub(super) unsafe fn stage<F: Form, S: Source>(x: &S, norm: &Norm, k: u32, block: &Block) -> f32 {
     // SAFETY: the caller's promises; a thread writes its own words, which others read after the barrier.
     unsafe {

@@ -1,5 +1,6 @@
-//! Activations as products of bytes take them: whole numbers of 16 bits, by a scale for so many of them: 256 high + low, both signed bytes, which
-//! are the two terms of the row. What is lost of one is at most 2^-16 of the largest of those that share its scale.
+//! Activations as products of bytes take them: whole numbers of 16 bits, by a scale for so many of them: 256 high +
+//! low, both signed bytes, which are the two terms of the row. What is lost of one is at most 2^-16 of the largest of
+//! those that share its scale.
 
 use super::super::packed::LINE;
 use crate::arch::scalar::{fma, low_bytes, reciprocal};
@@ -9,7 +10,8 @@ use crate::block::Block;
 /// The largest is so many.
 const LARGEST: f32 = 32512.0;
 
-/// Added to a number between -2^22 and 2^22, rounds it to a whole one, which the low bits of the sum are; and as such, to its bits, likewise.
+/// Added to a number between -2^22 and 2^22, rounds it to a whole one, which the low bits of the sum are; and as such,
+/// to its bits, likewise.
 pub(super) const SHIFT: f32 = 12_582_912.0;
 
 /// Activations all smaller than this are zero: 1 / scale has to be a number.
@@ -63,7 +65,8 @@ pub(super) fn whole(sum: i32) -> f32 {
     f32::from_bits(sum as u32) - SHIFT
 }
 
-/// [`Form::swap`](super::Form::swap) for rows of so many bytes, in so many lines of elements: the last of an odd number of these has none to change with.
+/// [`Form::swap`](super::Form::swap) for rows of so many bytes, in so many lines of elements: the last of an odd number
+/// of these has none to change with.
 pub(super) fn swap(lines: u32, row_bytes: u32) -> u32 {
     u32::from((lines | (row_bytes / LINE)).is_multiple_of(2))
 }

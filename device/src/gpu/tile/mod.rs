@@ -1,5 +1,5 @@
-//! Macro kernels of the memory levels, which generated bodies are made of: what moves a tile from one level to the next, and what
-//! registers compute.
+//! Macro kernels of the memory levels, which generated bodies are made of: what moves a tile from one level to the
+//! next, and what registers compute.
 //!
 //! ```text
 //! Global     rows, wherever a function says that they lie       load, split ▼     │ read   ▲ write, add
@@ -7,20 +7,21 @@
 //!            Own: 16 rows a warp, its own, in two bf16 terms or as f32  product ▼ │        ▲ keep
 //! Register   Eights, Sixteens: 16 rows a warp and all columns; PerRow: a number for each ▼ row
 //! ```
-//! A block's warps have 16 rows each. Of a product the tensor cores see columns in whatever order both operands are in, so that whoever
-//! loads takes sixteen neighbouring bytes: lane `4g + t` has of rows `g` and `g + 8` eight columns from `8t` on of each 32
-//! ([`Eights`]) as what multiplies and what comes out of a product with rows; out of a product with columns come sixteen from
-//! `16t` on of each 64 ([`Sixteens`]). The types say which, so that what does not fit does not compile.
+//! A block's warps have 16 rows each. Of a product the tensor cores see columns in whatever order both operands are in,
+//! so that whoever loads takes sixteen neighbouring bytes: lane `4g + t` has of rows `g` and `g + 8` eight columns from
+//! `8t` on of each 32 ([`Eights`]) as what multiplies and what comes out of a product with rows; out of a product with
+//! columns come sixteen from `16t` on of each 64 ([`Sixteens`]). The types say which, so that what does not fit does
+//! not compile.
 //!
-//! Sixteen bytes of a row in shared memory stand where [`place`] says, so that no quarter of a warp wants a bank twice: the lanes of a
-//! product with rows read four neighbours of an even row and of an odd one, those of a product with columns two neighbours of rows
-//! that are eight apart.
+//! Sixteen bytes of a row in shared memory stand where [`place`] says, so that no quarter of a warp wants a bank twice:
+//! the lanes of a product with rows read four neighbours of an even row and of an odd one, those of a product with
+//! columns two neighbours of rows that are eight apart.
 //!
-//! What multiplies is hi + lo, both bf16, which leaves out 2^-17 of a number; what it is multiplied with is bf16; sums are f32.
-//! None of these functions meets other threads but by shuffles: barriers are the generated body's.
+//! What multiplies is hi + lo, both bf16, which leaves out 2^-17 of a number; what it is multiplied with is bf16; sums
+//! are f32. None of these functions meets other threads but by shuffles: barriers are the generated body's.
 
-/// A block for each of the first 2, 4 or 8 numbers, as far as they are below a constant, written out: a loop around a convergent call
-/// is never unrolled.
+/// A block for each of the first 2, 4 or 8 numbers, as far as they are below a constant, written out: a loop around a
+/// convergent call is never unrolled.
 macro_rules! each {
     ($i:ident in 2 $(below $n:ident)? => $body:block) => {
         each!(@ $i [$($n)?] $body 0 1)
@@ -68,7 +69,8 @@ const OPERAND: u32 = 16 * WARP;
 /// A lane of a warp that has rows of its own.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Lane {
-    /// Its first row, of all that the block has, and the one that is eight later: rows beyond the last count as nothing.
+    /// Its first row, of all that the block has, and the one that is eight later: rows beyond the last count as
+    /// nothing.
     pub(crate) row: u32,
     warp: u32,
     lane: u32,
@@ -84,8 +86,8 @@ impl Lane {
         Lane { row: of_warp + lane / 4, warp, lane, is_busy: of_warp < count }
     }
 
-    /// The same, of which the compiler knows nothing: what follows from it is found out where it is wanted, not kept over the loops of all
-    /// that is done with tiles.
+    /// The same, of which the compiler knows nothing: what follows from it is found out where it is wanted, not kept
+    /// over the loops of all that is done with tiles.
     fn anew(&self) -> Lane {
         Lane { lane: memory::opaque_word(self.lane), ..*self }
     }
@@ -134,8 +136,8 @@ const fn place(row: u32, chunk: u32, chunks: u32) -> u32 {
     (row * chunks + (chunk ^ (row % 2 * 4) ^ (row / 8 % 4 * 2))) * 16
 }
 
-/// Rows of a matrix in global memory: `count` of them, of `columns` elements, which are contiguous, whole chunks, and begin on sixteen
-/// bytes. Row `i` lies where `row(i)` says.
+/// Rows of a matrix in global memory: `count` of them, of `columns` elements, which are contiguous, whole chunks, and
+/// begin on sixteen bytes. Row `i` lies where `row(i)` says.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rows<F> {
     pub(crate) row: F,
@@ -171,12 +173,12 @@ impl<const R: u32, const C: u32> Tile<R, C> {
         Tile { at: byte + step % stages * Self::BYTES }
     }
 
-    /// Begins to copy `R` rows from row `first` and C chunks from column `column` on, zero where there are none: `cp.async`, by all
-    /// threads.
+    /// Begins to copy `R` rows from row `first` and C chunks from column `column` on, zero where there are none:
+    /// `cp.async`, by all threads.
     ///
     /// # Safety
-    /// Every thread of the block makes this same call; the rows are there and bf16; nobody else touches the tile until all threads have
-    /// waited for their copies and met.
+    /// Every thread of the block makes this same call; the rows are there and bf16; nobody else touches the tile until
+    /// all threads have waited for their copies and met.
     pub(crate) unsafe fn load(&self, block: &Block, from: &Rows<impl Fn(u32) -> Row>, first: u32, column: u32) {
         let block = Block { thread: memory::opaque_word(block.thread), ..*block };
         for unit in block.mine(R * C) {
@@ -191,8 +193,9 @@ impl<const R: u32, const C: u32> Tile<R, C> {
         }
     }
 
-    /// Where chunk `chunk` of row `row` stands; those of rows that are a multiple of 32 or, without reaching the next eight, of two later
-    /// stand as many rows further. A number of which the compiler knows nothing, so that it keeps this one alone.
+    /// Where chunk `chunk` of row `row` stands; those of rows that are a multiple of 32 or, without reaching the next
+    /// eight, of two later stand as many rows further. A number of which the compiler knows nothing, so that it keeps
+    /// this one alone.
     fn base(&self, row: u32, chunk: u32) -> u32 {
         memory::opaque_word(self.at + place(row, chunk, C))
     }
@@ -204,8 +207,8 @@ impl<const R: u32, const C: u32> Tile<R, C> {
     }
 }
 
-/// Rows of all warps in shared memory, each of which touches its own alone: C chunks of a hi term and as many of a lo, as the tensor
-/// cores take them, or the same elements as f32.
+/// Rows of all warps in shared memory, each of which touches its own alone: C chunks of a hi term and as many of a lo,
+/// as the tensor cores take them, or the same elements as f32.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Own<const C: u32> {
     byte: u32,
@@ -259,8 +262,8 @@ impl<const C: u32> Own<C> {
         });
     }
 
-    /// Where the operands of a product with the `group`th 32 columns stand, those of the first 16 first, of each hi and lo: a warp's
-    /// [`OPERAND`] bytes, which each lane loads as it gives them to the tensor cores.
+    /// Where the operands of a product with the `group`th 32 columns stand, those of the first 16 first, of each hi and
+    /// lo: a warp's [`OPERAND`] bytes, which each lane loads as it gives them to the tensor cores.
     const fn operand(group: u32) -> u32 {
         group * 4 * OPERAND
     }
@@ -284,11 +287,12 @@ impl<const C: u32> Own<C> {
         });
     }
 
-    /// Writes the warp's [kept](Own::keep) rows from column `column` on, as far as there are such, in the rows' type: neighbours by
-    /// neighbouring lanes.
+    /// Writes the warp's [kept](Own::keep) rows from column `column` on, as far as there are such, in the rows' type:
+    /// neighbours by neighbouring lanes.
     ///
     /// # Safety
-    /// Every lane of the warp makes this same call, and they have met since they kept them; nobody else touches the rows.
+    /// Every lane of the warp makes this same call, and they have met since they kept them; nobody else touches the
+    /// rows.
     pub(crate) unsafe fn write(&self, lane: &Lane, to: &Rows<impl Fn(u32) -> Row>, column: u32) {
         // SAFETY: the caller's promises; an element is one lane's.
         unsafe { self.each_kept(lane, to, column, |row, at, four| row.set_four(at, four)) };
@@ -337,12 +341,13 @@ impl<const C: u32> Own<C> {
 
 /// Registers whose columns come by fours.
 pub(crate) trait Fours {
-    /// Calls `put(half, column, four)` for each four neighbouring columns of lane `t`'s rows, of the first (half 0) and the second.
+    /// Calls `put(half, column, four)` for each four neighbouring columns of lane `t`'s rows, of the first (half 0) and
+    /// the second.
     fn each_four(&self, t: u32, put: impl Fn(u32, u32, [f32; 4]));
 }
 
-/// Eight elements of a row from a column on, of each of `places`, all of them asked for before the first is looked at; zero where there
-/// are none.
+/// Eight elements of a row from a column on, of each of `places`, all of them asked for before the first is looked at;
+/// zero where there are none.
 ///
 /// # Safety
 /// The rows are there.

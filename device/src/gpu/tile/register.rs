@@ -6,11 +6,13 @@ use crate::gpu::Row;
 use crate::gpu::math::larger;
 use crate::gpu::thin::in_two;
 
-/// 16 rows of `32 U` columns, U up to 4. Number `i` of `[u][j]` stands in row `g + 8 (i / 2)`, column `32u + 8t + 2j + i % 2`.
+/// 16 rows of `32 U` columns, U up to 4. Number `i` of `[u][j]` stands in row `g + 8 (i / 2)`, column `32u + 8t + 2j +
+/// i % 2`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Eights<const U: usize>([[[f32; 4]; 4]; U]);
 
-/// 16 rows of `64 W` columns, W up to 2. Number `i` of `[w][c]` stands in row `g + 8 (i / 2)`, column `64w + 16t + 8 (i % 2) + c`.
+/// 16 rows of `64 W` columns, W up to 2. Number `i` of `[w][c]` stands in row `g + 8 (i / 2)`, column `64w + 16t + 8 (i
+/// % 2) + c`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sixteens<const W: usize>([[[f32; 4]; 8]; W]);
 
@@ -141,8 +143,8 @@ impl<const U: usize> Eights<U> {
     /// Adds a . b^T, the sums over `C` chunks: of `a` the warp's rows, of `b` all.
     ///
     /// # Safety
-    /// Every lane of the warp makes this same call; both are there: `a` split by this warp, which has met since, `b` loaded, waited
-    /// for and met by all. `R` is `32 U`.
+    /// Every lane of the warp makes this same call; both are there: `a` split by this warp, which has met since, `b`
+    /// loaded, waited for and met by all. `R` is `32 U`.
     pub(crate) unsafe fn add_rows<const R: u32, const C: u32>(&mut self, lane: &Lane, a: &Own<C>, b: &Tile<R, C>) {
         let mut group = if lane.is_busy { 0 } else { C / 4 };
         while group < C / 4 {
@@ -156,7 +158,8 @@ impl<const U: usize> Eights<U> {
         }
     }
 
-    /// Adds a product over the `group`th 32 columns, whose terms are those of the first and the second 16 by what a lane has of them.
+    /// Adds a product over the `group`th 32 columns, whose terms are those of the first and the second 16 by what a
+    /// lane has of them.
     unsafe fn add_group<const R: u32, const C: u32>(
         &mut self,
         terms: [[[u32; 4]; 2]; 2],
@@ -248,7 +251,8 @@ impl<const U: usize> Eights<U> {
     }
 }
 
-/// As [`where_seen`], if there are `count` columns, and of those seen, which may be more, the row sees the last `window` alone, at most 2^31.
+/// As [`where_seen`], if there are `count` columns, and of those seen, which may be more, the row sees the last
+/// `window` alone, at most 2^31.
 pub(crate) fn where_in_window(column: u32, seen: u32, window: u32, count: u32, value: f32) -> f32 {
     // Beyond the last that is seen it is larger than every window.
     if seen.wrapping_sub(column + 1) < window && column < count { value } else { f32::NEG_INFINITY }
@@ -269,7 +273,8 @@ impl<const W: usize> Sixteens<W> {
     /// Adds p . b: of p the warp's rows, in registers, and of `b` as many rows as p has columns.
     ///
     /// # Safety
-    /// Every lane of the warp makes this same call; `b` is there: loaded, waited for and met by all. `R` is `32 P`, `C` is `8 W`.
+    /// Every lane of the warp makes this same call; `b` is there: loaded, waited for and met by all. `R` is `32 P`, `C`
+    /// is `8 W`.
     pub(crate) unsafe fn add_columns<const P: usize, const R: u32, const C: u32>(
         &mut self,
         lane: &Lane,

@@ -6,10 +6,10 @@
 //!   for each tile of queries
 //!     q · Kᵀ ─▶ scores ─▶ max, exp, sum ─▶ exponentials · V ─▶ divided by the sum
 //! ```
-//! No pass of one row has to give these bits again, so that both products are sums of outer products ([`outer`]): a lane is a
-//! position, then an element of the value, and no lanes are added up. With a window a tile takes the positions that one of its rows
-//! sees, from a whole vector on; what a row does not see is added as a product with zero, which changes nothing as long as values are
-//! finite.
+//! No pass of one row has to give these bits again, so that both products are sums of outer products ([`outer`]): a
+//! lane is a position, then an element of the value, and no lanes are added up. With a window a tile takes the
+//! positions that one of its rows sees, from a whole vector on; what a row does not see is added as a product with
+//! zero, which changes nothing as long as values are finite.
 //!
 //! Sums run over positions (scores: over elements) in order, whatever rows a task has.
 //!
@@ -72,9 +72,9 @@ impl Attend<'_> {
         let [keys, values, scores, totals, sums] =
             scratch.areas([d * long, padded, queries * long, queries, queries * wide]);
         for h in 0..n_kv {
-            // SAFETY: `positions` rows of `d` from `begin` on are inside k and v (`run` has seen to it), whose elements are f32
-            // (`is_for`) with unit stride, as q's are by the macro kernel's check; the areas are as large as asked for; the
-            // level exists (caller).
+            // SAFETY: `positions` rows of `d` from `begin` on are inside k and v (`run` has seen to it), whose elements
+            // are f32 (`is_for`) with unit stride, as q's are by the macro kernel's check; the areas are as large as
+            // asked for; the level exists (caller).
             unsafe {
                 let [k_head, v_head] = [&k, &v].map(|t| t.address([h, begin, 0]).cast::<f32>().cast_const());
                 outer::transpose::<S>(k_head, k.stride(1), [positions, d], keys, long);
@@ -117,8 +117,8 @@ impl Attend<'_> {
     }
 }
 
-/// Turns the scores of what is `seen`, in whole vectors, into exp(score * scale - the largest), and sums them; the others, of
-/// `count`, become zeros.
+/// Turns the scores of what is `seen`, in whole vectors, into exp(score * scale - the largest), and sums them; the
+/// others, of `count`, become zeros.
 struct Softmax<S> {
     scores: *mut f32,
     seen: Range<usize>,

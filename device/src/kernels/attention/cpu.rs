@@ -5,17 +5,18 @@
 //!   for each tile of queries (rows x the heads of the group: they share K and V)
 //!     for each block of 64 positions:   K block ─▶ scores ─▶ max, exp, sum ─▶ V block ─▶ weighted sums, rescaled
 //! ```
-//! K and V are read once per tile, so in decode once. The scores of a block are formed while the values of the one before are
-//! summed, a few positions of each in turn, so that both are streams which never pause, and each asks for its own lines
-//! ahead. In prefill a tile of rows passes over blocks that stay in cache.
+//! K and V are read once per tile, so in decode once. The scores of a block are formed while the values of the one
+//! before are summed, a few positions of each in turn, so that both are streams which never pause, and each asks for
+//! its own lines ahead. In prefill a tile of rows passes over blocks that stay in cache.
 //!
-//! PERF: a whole block of each in turn, with the other's lines asked for meanwhile, read at 25 of 41 GB/s (bf16, 4096 positions, groups
-//! of 1, 2 and 4, one core of a Turin); in turns of 8 positions at 30 to 32, AVX2 alone at 32 instead of 25, 24 and, where its
-//! products are too many to keep up, 20 instead of 18 (2026-11-24).
+//! PERF: a whole block of each in turn, with the other's lines asked for meanwhile, read at 25 of 41 GB/s (bf16, 4096
+//! positions, groups of 1, 2 and 4, one core of a Turin); in turns of 8 positions at 30 to 32, AVX2 alone at 32 instead
+//! of 25, 24 and, where its products are too many to keep up, 20 instead of 18 (2026-11-24).
 //!
 //! A row's results do not depend on the rows beside it: blocks start at multiples of 64 whatever the row, each of a
 //! row's sums runs over positions in order, and positions a row may not see are not added, not even as zeros (what
-//! stands there may be NaN). So decode gives the bits of prefill, except where that is a matrix unit's (`tiles`) or rounded (`pairs`).
+//! stands there may be NaN). So decode gives the bits of prefill, except where that is a matrix unit's (`tiles`) or
+//! rounded (`pairs`).
 //!
 //! Tolerance against the reference: scores and sums are formed in another order, exp is exact to 2 ulp: 2^-12 of
 //! max |v| for scores within +-16.
@@ -32,9 +33,11 @@ use perpetua_shared::DType;
 /// Positions of a block: K and V of it (16 KiB each at d = 128 in bf16) stay in L1 beside a tile's queries.
 pub(super) const BLOCK: usize = 64;
 
-/// In decode, positions of a block whose keys, or values, are read before it is the others' turn, with `queries`: the less there is to do with them, the sooner.
+/// In decode, positions of a block whose keys, or values, are read before it is the others' turn, with `queries`: the
+/// less there is to do with them, the sooner.
 ///
-/// PERF: with 8, one core that reads 38 GB/s got 31 with one query or two and 21 with eight; so 34, 35 and 22 (AVX-512, Turin, 2026-11-30).
+/// PERF: with 8, one core that reads 38 GB/s got 31 with one query or two and 21 with eight; so 34, 35 and 22 (AVX-512,
+/// Turin, 2026-11-30).
 fn turn<S: Simd>(queries: usize) -> usize {
     (32 / S::LANES * queries).next_multiple_of(4)
 }
@@ -229,7 +232,8 @@ impl Attend<'_> {
                 let n = BLOCK.min(all - t);
                 let (base, ahead) = (v.add(t * v_stride).cast(), ahead(v_stride));
                 let values = Values { base, stride: v_stride, d, ahead, known: known(t) };
-                // Every query sees `common` positions of the block; those that see others go there alone, before and after these.
+                // Every query sees `common` positions of the block; those that see others go there alone, before and
+                // after these.
                 let mut common = 0..n;
                 for m in 0..tile.queries {
                     let seen = self.seen(row, group, m, t, n);
@@ -274,8 +278,8 @@ impl Attend<'_> {
     }
 }
 
-/// Turns the scores of query `m` at the positions it has `seen` of a block into exponentials relative to the new running maximum, and
-/// rescales its total and sums to it. Those before become zeros.
+/// Turns the scores of query `m` at the positions it has `seen` of a block into exponentials relative to the new
+/// running maximum, and rescales its total and sums to it. Those before become zeros.
 struct Softmax<S> {
     tile: Tile,
     m: usize,
@@ -322,8 +326,8 @@ impl<S: Simd> Leaf for Softmax<S> {
     }
 }
 
-/// Multiplies the first `n` scores with `scale`; the largest. What stands beyond them in the last vector becomes -inf: it
-/// changes no maximum, and its exponential is zero.
+/// Multiplies the first `n` scores with `scale`; the largest. What stands beyond them in the last vector becomes -inf:
+/// it changes no maximum, and its exponential is zero.
 ///
 /// # Safety
 /// Scores are whole vectors; the level exists.
@@ -345,8 +349,8 @@ pub(super) unsafe fn scaled<S: Simd>(scores: *mut f32, n: usize, scale: f32) -> 
     }
 }
 
-/// What exponentials are taken relative to, `max` being the largest score: as long as there is nothing but -inf (or NaN), 0, so
-/// that -inf gives 0 and NaN stays.
+/// What exponentials are taken relative to, `max` being the largest score: as long as there is nothing but -inf (or
+/// NaN), 0, so that -inf gives 0 and NaN stays.
 #[inline(always)]
 pub(super) fn relative_to(max: f32) -> f32 {
     if max == f32::NEG_INFINITY { 0.0 } else { max }
@@ -465,7 +469,8 @@ pub(super) struct Part {
     pub(super) values: Values,
 }
 
-/// [`add_values`] for `M` queries: as many vectors of each one's sums as there are registers for are held while the positions pass.
+/// [`add_values`] for `M` queries: as many vectors of each one's sums as there are registers for are held while the
+/// positions pass.
 struct AddValues<S, E, const M: usize>(Part, PhantomData<(S, E)>);
 
 impl<S: Simd, E: Storage, const M: usize> AddValues<S, E, M> {

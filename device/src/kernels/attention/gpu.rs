@@ -1,11 +1,11 @@
-//! The GPU body of `attention`: a warp per (row, head), softmax on the fly; where there are fewer of those than warps, as in
-//! decoding, several warps share the positions and merge what they found (flash-decoding).
+//! The GPU body of `attention`: a warp per (row, head), softmax on the fly; where there are fewer of those than warps,
+//! as in decoding, several warps share the positions and merge what they found (flash-decoding).
 //!
 //! A warp takes 32 positions at a time. First each lane computes one position's score; then the running maximum and
-//! total are updated (Milakov and Gimelshein 2018); then the lanes turn to the head's dimensions, two neighbours each, and
-//! add the 32 value rows, each weighted by a shuffled score. A head of more than 256 dimensions is done in slices, the
-//! scores anew for each. Parts of the positions meet in shared memory: a part that found maximum m and total l counts
-//! exp(m - M) times, M the largest of the maxima.
+//! total are updated (Milakov and Gimelshein 2018); then the lanes turn to the head's dimensions, two neighbours each,
+//! and add the 32 value rows, each weighted by a shuffled score. A head of more than 256 dimensions is done in slices,
+//! the scores anew for each. Parts of the positions meet in shared memory: a part that found maximum m and total l
+//! counts exp(m - M) times, M the largest of the maxima.
 
 use super::group::{self, Group, Sums};
 use super::*;
@@ -105,7 +105,8 @@ impl Found {
     }
 }
 
-/// The sink of query head `g` of head `h`, of operand `slot`; -inf, which is none, where there is no such operand, or another split has the sink.
+/// The sink of query head `g` of head `h`, of operand `slot`; -inf, which is none, where there is no such operand, or
+/// another split has the sink.
 ///
 /// # Safety
 /// As [`MacroKernel::gpu`]; the operand is such, and has the head.
@@ -126,9 +127,10 @@ fn dimension(step: usize, lane: u32) -> u32 {
 /// # Safety
 /// As [`MacroKernel::gpu`].
 pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
-    // SAFETY: the operands are the slots' and `check` has matched their extents; `t` is below what the row may see, which
-    // the cache holds; whole warps shuffle and the whole block meets, since every condition around a shuffle is the same for
-    // all lanes, and those around a barrier for all threads. A part's words are one warp's until the barrier.
+    // SAFETY: the operands are the slots' and `check` has matched their extents; `t` is below what the row may see,
+    // which the cache holds; whole warps shuffle and the whole block meets, since every condition around a shuffle is
+    // the same for all lanes, and those around a barrier for all threads. A part's words are one warp's until the
+    // barrier.
     unsafe {
         if few_queries(p, call, block) || many_rows(p, call, block) {
             return Ok(());
@@ -183,11 +185,11 @@ fn share_of(p: &Params, call: &crate::gpu::Call<'_>, r: u32) -> (u32, u32) {
     p.share_of([call.first_pos(), call.pass_rows()], call.row_first() + r, call.block::<1>())
 }
 
-/// Attends to keys and values of bf16 where a head's queries, of several rows, are as few as those of one row may be in decoding, and [as](Group) there. Whether it
-/// has.
+/// Attends to keys and values of bf16 where a head's queries, of several rows, are as few as those of one row may be in
+/// decoding, and [as](Group) there. Whether it has.
 unsafe fn few_queries(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> bool {
-    // SAFETY: the operands are the slots' and `check` has matched their extents; the rest is `run`'s caller's promise. Queries are staged by one thread
-    // each eight elements, between two barriers.
+    // SAFETY: the operands are the slots' and `check` has matched their extents; the rest is `run`'s caller's promise.
+    // Queries are staged by one thread each eight elements, between two barriers.
     unsafe {
         let (q, k, v) = (call.tensor(slot::Q), call.tensor(slot::K), call.tensor(slot::V));
         let (heads, group, d) = (q.extent(1), q.extent(2), q.extent(3));
@@ -277,7 +279,8 @@ unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> b
         let part_of_group = reciprocal(group as f32);
         let mut h = 0;
         while h < heads {
-            // The tensors anew for each row, which the compiler would hold over all loops otherwise: there are no registers for it.
+            // The tensors anew for each row, which the compiler would hold over all loops otherwise: there are no
+            // registers for it.
             let row = |operand: u32, m: u32| {
                 let r = quotient(m, group, part_of_group);
                 call.tensor(memory::opaque_word(operand) as usize).row([r, h, m - r * group])
@@ -319,8 +322,8 @@ unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> b
     }
 }
 
-/// `m / n`, `part` being `1 / n` but for its last bits, of an m below 2^20: no quotient is so near to a whole number, half a step
-/// further on, that these would matter. A division is some 20 instructions, one after the other.
+/// `m / n`, `part` being `1 / n` but for its last bits, of an m below 2^20: no quotient is so near to a whole number,
+/// half a step further on, that these would matter. A division is some 20 instructions, one after the other.
 ///
 /// # Safety
 /// `n` is not 0.
@@ -331,7 +334,8 @@ pub(super) unsafe fn quotient(m: u32, n: u32, part: f32) -> u32 {
     quotient
 }
 
-/// Whether all rows of `x`, of so many dimensions beside theirs, begin on sixteen bytes, which are `chunk` elements at most.
+/// Whether all rows of `x`, of so many dimensions beside theirs, begin on sixteen bytes, which are `chunk` elements at
+/// most.
 fn is_whole(x: &Tensor, dims: usize, chunk: u32) -> bool {
     let mut is_whole = x.address([0, 0]).addr().is_multiple_of(16);
     for dim in 0..dims {
@@ -358,8 +362,8 @@ pub(in crate::kernels) unsafe fn put(
     found: Found,
 ) {
     let split = p.splits > 1;
-    // SAFETY: `i` is below the row's length, which is as much more where that holds what a split found; elements are written by
-    // one lane each.
+    // SAFETY: `i` is below the row's length, which is as much more where that holds what a split found; elements are
+    // written by one lane each.
     unsafe {
         let found = found.with(sink(p.splits, call, sinks, [h, g]));
         let y = &call.tensor(y);
@@ -369,7 +373,8 @@ pub(in crate::kernels) unsafe fn put(
             call.put_in_row(y, &row, 1, found.total);
         }
         let (factor, at) = if split { (1.0, FOUND) } else { (reciprocal(found.total), 0) };
-        // A loop for each way to write, since one around both would not be unrolled, and the sums would go to memory for it.
+        // A loop for each way to write, since one around both would not be unrolled, and the sums would go to memory
+        // for it.
         if y.is_flagged() {
             for step in 0..PER_LANE {
                 let i = slice + dimension(step, lane);

@@ -6,13 +6,13 @@
 //! scores    queries: 0..8 hi, 8..16 lo        8 positions' keys    a query's scores, two positions a lane
 //! values    their weights, hi and lo again    8 of d               a query's sums, a lane's 8 of d from eight products
 //! ```
-//! Scores lie in D where the next product wants its A, so nothing moves between lanes but a maximum. Of d a lane takes eight
-//! neighbours at once, 16 bytes of a key or value: which of them the tensor core believes to be which k, or which column, is
-//! the same in both operands, and in what is written.
+//! Scores lie in D where the next product wants its A, so nothing moves between lanes but a maximum. Of d a lane takes
+//! eight neighbours at once, 16 bytes of a key or value: which of them the tensor core believes to be which k, or which
+//! column, is the same in both operands, and in what is written.
 //!
 //! A warp takes 16 positions at a time; warps share the positions, and what each found is merged in shared memory as
-//! [`gpu`](super::gpu) does it. Queries and weights are hi + lo, both bf16, which leaves out 2^-17 of an element; sums are f32.
-//! An infinite value gives NaN, where one weight alone might have left it infinite.
+//! [`gpu`](super::gpu) does it. Queries and weights are hi + lo, both bf16, which leaves out 2^-17 of an element; sums
+//! are f32. An infinite value gives NaN, where one weight alone might have left it infinite.
 
 use super::gpu::Head;
 use crate::arch::scalar::{exp2, fma, high_halves, low_halves};
@@ -42,7 +42,8 @@ const PARTS: usize = TASK_THREADS as usize / 32;
 /// Words of a row of a part before its sums: the maximum, the total and two zeros, since sums begin on 16 bytes.
 const MORE: u32 = 4;
 
-/// Where queries are staged: rows of [`pitch`] words, each word of hi before its lo, as the tensor core takes them; parts come after them.
+/// Where queries are staged: rows of [`pitch`] words, each word of hi before its lo, as the tensor core takes them;
+/// parts come after them.
 const STAGE: u32 = FREE_SHARED;
 
 /// Words from one staged query to the next, so that those that lanes read at once lie in different banks.
@@ -145,8 +146,8 @@ pub(in crate::kernels) unsafe fn stage(d: u32, g: u32, i: u32, values: [f32; 2])
 }
 
 impl Group {
-    /// Whether keys and values `caches`, [heads, positions, d] on sixteen bytes, can be read as tensor cores want them, and there is room for
-    /// `queries` queries.
+    /// Whether keys and values `caches`, [heads, positions, d] on sixteen bytes, can be read as tensor cores want them,
+    /// and there is room for `queries` queries.
     #[cfg(not(target_arch = "nvptx64"))]
     pub(in crate::kernels) fn is_fit(queries: u32, caches: [&Operand; 2]) -> bool {
         let fits = |cache: &Operand| {
@@ -156,12 +157,13 @@ impl Group {
         has_room(queries, caches[0].extent[2]) && caches.into_iter().all(fits)
     }
 
-    /// Attends to positions `first..end`, and calls `put(to(g), i, found)`, on some thread, for dimensions i to i + 3 of each query g. Of those positions
-    /// a query may see some alone: from the first one's unit on, [as](Seen) `seen` says.
+    /// Attends to positions `first..end`, and calls `put(to(g), i, found)`, on some thread, for dimensions i to i + 3
+    /// of each query g. Of those positions a query may see some alone: from the first one's unit on, [as](Seen) `seen`
+    /// says.
     ///
     /// # Safety
-    /// Every thread of the block makes this same call, after a barrier since all queries were [staged](stage); the group
-    /// [fits](Group::is_fit); the cache holds the positions; nobody reads parts of an earlier call any more.
+    /// Every thread of the block makes this same call, after a barrier since all queries were [staged](stage); the
+    /// group [fits](Group::is_fit); the cache holds the positions; nobody reads parts of an earlier call any more.
     pub(in crate::kernels) unsafe fn attend<To>(
         &self,
         (first, end): (u32, u32),
@@ -178,15 +180,16 @@ impl Group {
             let has_room = parts_at + (more + 1) * words <= shared::KEPT;
             parts += u32::from(more < units && more < block.warps() && has_room);
         }
-        // SAFETY: the caller's promises; conditions around barriers and warps' calls are the same for all their threads. A part
-        // is written by its warp before a barrier and read after it.
+        // SAFETY: the caller's promises; conditions around barriers and warps' calls are the same for all their
+        // threads. A part is written by its warp before a barrier and read after it.
         unsafe {
             if block.warp() < parts {
                 let at = parts_at + block.warp() * words;
                 self.find((first, end), seen, (block.warp(), parts), block.lane(), at);
             }
             block.sync();
-            // A lane has four dimensions, of all parts; those beyond the last are the last once more, with no weight, and not put.
+            // A lane has four dimensions, of all parts; those beyond the last are the last once more, with no weight,
+            // and not put.
             let i = 4 * block.lane();
             let at = if i < self.d { i } else { 0 };
             let mut g = block.warp();
@@ -205,8 +208,8 @@ impl Group {
                 });
                 let mut all = Sums::NONE;
                 each_part!(PART => all.max = larger(all.max, heads[PART][0]));
-                // With every score at -inf (a NaN or an overflow upstream) weights are NaN, as in the reference; without positions, where
-                // the total is 0, they are 0.
+                // With every score at -inf (a NaN or an overflow upstream) weights are NaN, as in the reference;
+                // without positions, where the total is 0, they are 0.
                 let origin = if heads[0][1] == 0.0 { 0.0 } else { all.max };
                 each_part!(PART => {
                     let weight = exp2((heads[PART][0] - origin) * LOG2_E);
@@ -244,14 +247,15 @@ impl Group {
         let (keys, values) = (|t: u32| row(&self.k, t), |t: u32| row(&self.v, t));
         let (mut max, mut total, mut sums) = (f32::NEG_INFINITY, 0.0, [[0f32; 4]; 16]);
         let mut at = first + UNIT * number;
-        // SAFETY: positions are clamped to the last, so rows are the cache's, and dimensions are below d (caller); the queries have
-        // been staged. Conditions around what lanes do together are the same for all of them.
+        // SAFETY: positions are clamped to the last, so rows are the cache's, and dimensions are below d (caller); the
+        // queries have been staged. Conditions around what lanes do together are the same for all of them.
         unsafe {
             while at < end {
                 let row = |i: u32| if at + i < end { at + i } else { end - 1 };
                 let keys = [keys(row(g)), keys(row(g + 8))];
                 let rows = [2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9].map(row);
-                // Of two tiles of positions; of every other sixteen dimensions apart, so that no product waits for the one before.
+                // Of two tiles of positions; of every other sixteen dimensions apart, so that no product waits for the
+                // one before.
                 let mut scores = [[[0f32; 4]; 2]; 2];
                 let (mut fetched, mut held) = ([[[0; 4]; 2]; 4], [[0; 4]; 4]);
                 // Memory answers long after it is asked: all keys, and half of the values, before the first is used.

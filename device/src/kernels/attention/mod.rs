@@ -1,14 +1,17 @@
 //! y[r,h,g,:] = softmax(q[r,h,g,:] . k[h,:,:]^T * scale) . v[h,:,:], over the positions row r may see.
 //!
-//! q, y: [rows, kv_heads, group, d] (`group` query heads share a key/value head); k, v: [kv_heads, context, d]. Row r sees the
-//! last `window` of positions 0..=first_pos + r, its own included, and of the pass's as many as `ahead` after it. f32 accumulation.
+//! q, y: [rows, kv_heads, group, d] (`group` query heads share a key/value head); k, v: [kv_heads, context, d]. Row r
+//! sees the last `window` of positions 0..=first_pos + r, its own included, and of the pass's as many as `ahead` after
+//! it. f32 accumulation.
 //!
-//! sinks (causal): [kv_heads, group], optional. A query head's is one more score of each of its rows, not scaled, whose value is zero.
+//! sinks (causal): [kv_heads, group], optional. A query head's is one more score of each of its rows, not scaled, whose
+//! value is zero.
 //!
-//! Split (causal, and without a window, unless there is one row), a task attends to an equal share of the positions that the pass's last row sees, block axis
-//! 1 saying which, and y is what it found, for [`attention_merge`](super::attention_merge): [kv_heads, 1, rows * group, [`FOUND`] + d] f32, each
-//! row the largest score, the sum of exp(score - largest), two words that are nobody's, and the values' sum weighted so. Without scores: as
-//! largest one less than any, and zeros. Sinks are the first split's.
+//! Split (causal, and without a window, unless there is one row), a task attends to an equal share of the positions
+//! that the pass's last row sees, block axis 1 saying which, and y is what it found, for
+//! [`attention_merge`](super::attention_merge): [kv_heads, 1, rows * group, [`FOUND`] + d] f32, each row the largest
+//! score, the sum of exp(score - largest), two words that are nobody's, and the values' sum weighted so. Without
+//! scores: as largest one less than any, and zeros. Sinks are the first split's.
 
 use super::*;
 
@@ -53,7 +56,8 @@ pub struct Params {
     pub is_beside_tiles: u32,
 }
 
-/// Bytes of the tiles' memory that tensor cores take to attend to heads of up to 64 dimensions, and of up to 128: what `flash`'s bodies are made with.
+/// Bytes of the tiles' memory that tensor cores take to attend to heads of up to 64 dimensions, and of up to 128: what
+/// `flash`'s bodies are made with.
 pub const FLASH_BYTES: [u64; 2] = [60 << 10, 88 << 10];
 
 impl Params {
@@ -69,7 +73,8 @@ impl Params {
         perpetua_shared::data::share(visible, self.window, self.splits, number)
     }
 
-    /// The positions that split `number` attends to for row `row` of a pass of `rows` rows from position `first_pos` on: first and end.
+    /// The positions that split `number` attends to for row `row` of a pass of `rows` rows from position `first_pos`
+    /// on: first and end.
     pub(super) fn share_of(&self, [first_pos, rows]: [u32; 2], row: u32, number: u32) -> (u32, u32) {
         if self.splits <= 1 {
             return self.seen([first_pos, rows], row);
@@ -103,8 +108,8 @@ pub(super) fn sink(sinks: &crate::io::Tensor, [splits, number]: [u32; 2], [h, g]
     (sinks.is_present() && (splits <= 1 || number == 0)).then(|| sinks.get([h, g]))
 }
 
-/// What query row `q` finds at `positions` of head `h`: the largest score, the `sink` being one, the sum of exp(score - largest), and the
-/// values summed with these weights.
+/// What query row `q` finds at `positions` of head `h`: the largest score, the `sink` being one, the sum of exp(score -
+/// largest), and the values summed with these weights.
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) fn attended(
     q: &[f32],

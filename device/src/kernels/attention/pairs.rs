@@ -1,8 +1,9 @@
-//! Sums of values in prompts where the core multiplies pairs of bf16 as often as f32: exponentials are rounded to bf16, as tensor cores take them, and two
-//! positions are added by one instruction.
+//! Sums of values in prompts where the core multiplies pairs of bf16 as often as f32: exponentials are rounded to bf16,
+//! as tensor cores take them, and two positions are added by one instruction.
 //!
-//! It adds the product of a pair's upper halves, then that of the lower ones, each rounded as an addition of its own. So the earlier position stands above, and
-//! a row's bits do not depend on where parts begin and end: of a pair that is cut, the half that is not there is zero times zero.
+//! It adds the product of a pair's upper halves, then that of the lower ones, each rounded as an addition of its own.
+//! So the earlier position stands above, and a row's bits do not depend on where parts begin and end: of a pair that is
+//! cut, the half that is not there is zero times zero.
 
 use super::cpu::{BLOCK, Part, Sums};
 use crate::cpu::simd::{Leaf, STEP, Vectors, brains, with_avx512_bf16};
@@ -48,7 +49,8 @@ impl Leaf for Round {
 /// Adds a part for `M` queries, 32 columns at a time.
 struct AddPairs<const M: usize>(Part);
 
-/// Columns of V, up to 32, and where the pairs of the first 16 and of the others are among those of two rows: the earlier row's elements are the upper halves.
+/// Columns of V, up to 32, and where the pairs of the first 16 and of the others are among those of two rows: the
+/// earlier row's elements are the upper halves.
 #[derive(Clone, Copy)]
 struct Columns {
     first: *const u16,
@@ -69,7 +71,8 @@ impl<const M: usize> AddPairs<M> {
     /// The positions are V's, queries' pairs stand [`BLOCK`] f32 apart; the set exists.
     #[inline(always)]
     unsafe fn add<const OF: u32>(v: Columns, t: usize, pair: *const u32, acc: &mut [[__m512; 2]; M]) {
-        // SAFETY: lanes under a zero mask bit are not accessed, the others are of V's rows. All of these types are 64 bytes of any bits.
+        // SAFETY: lanes under a zero mask bit are not accessed, the others are of V's rows. All of these types are 64
+        // bytes of any bits.
         unsafe {
             let row = v.first.wrapping_add(t * v.stride);
             let first = _mm512_maskz_loadu_epi16(if OF & FIRST != 0 { v.mask } else { 0 }, row.cast());

@@ -8,12 +8,13 @@
 //!     for each tile of 32 queries (rows x the heads of the group)
 //!       K · qᵀ ─▶ scores ─▶ max, exp, sum ─▶ exponentials, hi + lo ─▶ Vᵀ · them ─▶ weighted sums, rescaled
 //! ```
-//! K and V are exact operands, queries and exponentials keep 16 bits in two bf16 terms. A lane is a query, so that no lanes are
-//! added up, and exponentials are packed where they are formed.
+//! K and V are exact operands, queries and exponentials keep 16 bits in two bf16 terms. A lane is a query, so that no
+//! lanes are added up, and exponentials are packed where they are formed.
 //!
-//! A row's results do not depend on the rows beside it: blocks start at multiples of 256, each of a row's sums runs over
-//! positions in order, and what it may not see is added as a product with zero, which changes nothing as long as keys and
-//! values are finite. The body looks at them, and leaves a task that sees others to the vectors, which add nothing.
+//! A row's results do not depend on the rows beside it: blocks start at multiples of 256, each of a row's sums runs
+//! over positions in order, and what it may not see is added as a product with zero, which changes nothing as long as
+//! keys and values are finite. The body looks at them, and leaves a task that sees others to the vectors, which add
+//! nothing.
 //!
 //! Tolerance: as the other bodies'. Scores are off by |q| |k| scale * 2^-16 at most, weighted sums by max |v| * 2^-16.
 
@@ -86,7 +87,8 @@ impl Attend<'_> {
     /// Whether it has been done: keys and values must be finite.
     ///
     /// # Safety
-    /// The operands are as [`is_for`] wants them, with positions of unit stride, and hold as many positions as the last row sees.
+    /// The operands are as [`is_for`] wants them, with positions of unit stride, and hold as many positions as the last
+    /// row sees.
     pub(super) unsafe fn run(&self, scratch: &mut Scratch) -> bool {
         let (n_kv, group, d) = (self.q.extent(1), self.q.extent(2), self.q.extent(3));
         let queries = (self.rows * group).next_multiple_of(QUERIES);
@@ -116,8 +118,8 @@ impl Attend<'_> {
     unsafe fn head(&self, h: usize, areas: Areas) -> bool {
         let (group, d) = (self.q.extent(2), self.q.extent(3));
         let queries = self.rows * group;
-        // SAFETY: positions below the last query's visible ones are inside K and V (caller), tiles inside the areas; the
-        // unit is there (`is_for`).
+        // SAFETY: positions below the last query's visible ones are inside K and V (caller), tiles inside the areas;
+        // the unit is there (`is_for`).
         unsafe {
             for m in 0..queries.next_multiple_of(TILE) {
                 // Beyond the last query are some that nobody looks at.

@@ -1,20 +1,24 @@
-//! Attention of many rows of queries by a warpgroup, keys and values by blocks (Dao et al. 2022; of registers that multiply, Shah et al. 2024).
+//! Attention of many rows of queries by a warpgroup, keys and values by blocks (Dao et al. 2022; of registers that
+//! multiply, Shah et al. 2024).
 //!
 //! ```text
 //! tiles     [ queries: 64 rows | keys: 64, values: 64 | ... ]  six stages of keys and values, all of bf16, swizzled as the tensor cores want them
 //! warps     0 to 3, a warpgroup: 64 rows of queries, which have scores, sums of values and what follows from them in registers
 //!           the others: copy the stage three blocks ahead, sixteen bytes a time
 //! ```
-//! A matrix there has 64 columns, and each has two, of zeros where heads have fewer. (Another body for these would be faster, but the registers of its products
-//! would be others, and a worker would have too few.) Queries are scaled and rounded as they come, weights (exp2 of a score less the row's largest so far) are
-//! rounded as they are multiplied with values, which are read as they lie, transposed; sums, and the weights' total, are f32.
+//! A matrix there has 64 columns, and each has two, of zeros where heads have fewer. (Another body for these would be
+//! faster, but the registers of its products would be others, and a worker would have too few.) Queries are scaled and
+//! rounded as they come, weights (exp2 of a score less the row's largest so far) are rounded as they are multiplied
+//! with values, which are read as they lie, transposed; sums, and the weights' total, are f32.
 //!
-//! A block of 64 positions: who copies waits for the next block's copies, fences them for the tensor cores, all meet, and copies of the block three after it begin. The
-//! warpgroup begins the next block's scores; while the tensor cores make these, and what the values of the block before add up to, it finds this block's
-//! weights; then sums are scaled to the new largest score, and this block's values begin to be added. So whoever has met for block i knows that the products with values of block
-//! i - 3 are done, whose stage the copies of block i + 3 take.
+//! A block of 64 positions: who copies waits for the next block's copies, fences them for the tensor cores, all meet,
+//! and copies of the block three after it begin. The warpgroup begins the next block's scores; while the tensor cores
+//! make these, and what the values of the block before add up to, it finds this block's weights; then sums are scaled
+//! to the new largest score, and this block's values begin to be added. So whoever has met for block i knows that the
+//! products with values of block i - 3 are done, whose stage the copies of block i + 3 take.
 //!
-//! Floor of a block: 4 * 64 * 64 * d flops at an SM's 7.5 TFLOP/s, 0.28 us at 128 dimensions, and 64 * 64 exponentials at 16 a cycle and SM, 0.14 us.
+//! Floor of a block: 4 * 64 * 64 * d flops at an SM's 7.5 TFLOP/s, 0.28 us at 128 dimensions, and 64 * 64 exponentials
+//! at 16 a cycle and SM, 0.14 us.
 
 use super::gpu::{Head, quotient, sink};
 use super::*;
@@ -45,8 +49,9 @@ const fn stage_at(stage: u32) -> u32 {
     (2 + 4 * stage) * MATRIX
 }
 
-/// `$step` for each of a thread's `$n` sums, 32 or 64, written out: those of `$group`, of eight columns, are two neighbours of row g and, `$i` being 2 or 3, of row
-/// g + 8. (A loop around a convergent call is never unrolled, and registers have no number at run time.)
+/// `$step` for each of a thread's `$n` sums, 32 or 64, written out: those of `$group`, of eight columns, are two
+/// neighbours of row g and, `$i` being 2 or 3, of row g + 8. (A loop around a convergent call is never unrolled, and
+/// registers have no number at run time.)
 macro_rules! of_groups {
     ($n:tt: $group:ident, $i:ident => $step:expr) => {
         each_of_four!(high => {
@@ -89,8 +94,8 @@ pub(super) unsafe fn is_for(p: &Params, call: &Call<'_>, block: &Block) -> bool 
 /// Attends to all heads of the call.
 ///
 /// # Safety
-/// Every thread of the block makes this same call, and [`is_for`] is so; the operands are [`Attention`]'s, with rows of whole eights that begin on sixteen bytes, and
-/// at most 128 dimensions.
+/// Every thread of the block makes this same call, and [`is_for`] is so; the operands are [`Attention`]'s, with rows of
+/// whole eights that begin on sixteen bytes, and at most 128 dimensions.
 pub(super) unsafe fn attend(p: &Params, call: &Call<'_>, block: &Block) {
     // SAFETY: the caller's promises.
     unsafe {
@@ -106,7 +111,8 @@ pub(super) unsafe fn attend(p: &Params, call: &Call<'_>, block: &Block) {
     }
 }
 
-/// A key/value head's queries. What follows from the operands is found where it is wanted: over the loops there are no registers for it.
+/// A key/value head's queries. What follows from the operands is found where it is wanted: over the loops there are no
+/// registers for it.
 struct Queries<'a> {
     p: &'a Params,
     call: &'a Call<'a>,
@@ -139,7 +145,8 @@ impl Queries<'_> {
         [r, m - r * group]
     }
 
-    /// How many positions, from the first on and as if there were no end of them, row `m` sees, or the last one; of them the last [`window`](Queries::window).
+    /// How many positions, from the first on and as if there were no end of them, row `m` sees, or the last one; of
+    /// them the last [`window`](Queries::window).
     fn seen(&self, m: u32, group: (u32, f32)) -> u32 {
         self.call.first_pos() + self.call.row_first() + self.row_of(m, group)[0] + 1 + self.p.ahead
     }
@@ -184,8 +191,9 @@ impl Queries<'_> {
 
     /// What a thread that copies does, of positions `from` to `end`.
     ///
-    /// PERF: whoever copies has a row's four pieces at a time, of keys and values and of both halves of their columns, from one choice of the row: a block is no more
-    /// than six rounds. With a matrix after the other it took longer than the tensor cores' products.
+    /// PERF: whoever copies has a row's four pieces at a time, of keys and values and of both halves of their columns,
+    /// from one choice of the row: a block is no more than six rounds. With a matrix after the other it took longer
+    /// than the tensor cores' products.
     unsafe fn copy(&self, block: &Block, [from, end]: [u32; 2], steps: u32) {
         let Copier { row: first_row, chunk, apart } = Copier::of(block);
         let [k, v] = [slot::K, slot::V].map(|operand| Head::new(&self.operand(operand), self.head));
@@ -295,8 +303,8 @@ impl Queries<'_> {
             let (mut step, mut stage) = (0, 0);
             while step < steps {
                 let values = stage_at(stage) + 2 * MATRIX;
-                // The next block's scores are on their way over what follows. Behind the last one are the same once more, which nobody takes: no condition may
-                // stand around products.
+                // The next block's scores are on their way over what follows. Behind the last one are the same once
+                // more, which nobody takes: no condition may stand around products.
                 if step + 1 < steps {
                     stage = if stage + 1 < STAGES { stage + 1 } else { 0 };
                     block.sync();
@@ -324,8 +332,8 @@ impl Queries<'_> {
                     total[i / 2] += scores[of];
                 });
                 warpgroup::before_waiting();
-                // The products that read the weights before are done: nobody may write these registers sooner. And all weights before the next
-                // products begin, between which no instruction may write what they read.
+                // The products that read the weights before are done: nobody may write these registers sooner. And all
+                // weights before the next products begin, between which no instruction may write what they read.
                 sums = adding.take();
                 let mut weights = [0; 16];
                 of_groups!(32: group, i => if i % 2 == 1 {

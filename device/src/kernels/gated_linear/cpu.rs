@@ -73,8 +73,8 @@ impl Supplied for Gated<'_> {
             k,
         };
         let areas = self.scratch.areas(gemm::areas::<S, P>(self.rows, &weights));
-        // SAFETY: the areas are as asked for; both boxes hold n rows of k, whole lines where they have lines; a part's sums lie as `finish` is
-        // told; the level exists (caller).
+        // SAFETY: the areas are as asked for; both boxes hold n rows of k, whole lines where they have lines; a part's
+        // sums lie as `finish` is told; the level exists (caller).
         unsafe {
             gemm::products::<S, P>(&self.x, self.rows, &weights, areas, |rows, columns, gates| {
                 let n = columns[1];
@@ -85,8 +85,8 @@ impl Supplied for Gated<'_> {
 }
 
 impl Gated<'_> {
-    /// Writes columns `column..column + n` of `rows` rows from `first` on, of whose gates and ups there are sums, in rows `stride`
-    /// apart.
+    /// Writes columns `column..column + n` of `rows` rows from `first` on, of whose gates and ups there are sums, in
+    /// rows `stride` apart.
     unsafe fn finish<S: Simd>(
         &self,
         [first, rows]: [usize; 2],

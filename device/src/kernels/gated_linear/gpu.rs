@@ -1,6 +1,7 @@
-//! The GPU body of `gated_linear`: a warp per pair of weight rows, over up to four rows of x at a time; the weights from
-//! tiles where the worker's loader brings them, else from global memory. One row with tiles of weights goes to `gpu::thin` before it comes here, a few go to
-//! `gpu::thin::few`, many to `gpu::warpgroup` or `gpu::wide`: tensor cores all.
+//! The GPU body of `gated_linear`: a warp per pair of weight rows, over up to four rows of x at a time; the weights
+//! from tiles where the worker's loader brings them, else from global memory. One row with tiles of weights goes to
+//! `gpu::thin` before it comes here, a few go to `gpu::thin::few`, many to `gpu::warpgroup` or `gpu::wide`: tensor
+//! cores all.
 
 use super::*;
 use crate::gpu::fours::Fours;

@@ -1,6 +1,6 @@
-//! y = act(x . gate^T) * (x . up^T): the first half of a gated MLP. x: [rows, k]; gate, up: [n, k]; y: [rows, n];
-//! f32 accumulation. Reads 2*n*k weight elements once. With `norm`, [k], or [rows, parts] of an x with a norm's weights in it already, x is first
-//! normalised, as in [`linear`](super::linear).
+//! y = act(x . gate^T) * (x . up^T): the first half of a gated MLP. x: [rows, k]; gate, up: [n, k]; y: [rows, n]; f32
+//! accumulation. Reads 2*n*k weight elements once. With `norm`, [k], or [rows, parts] of an x with a norm's weights in
+//! it already, x is first normalised, as in [`linear`](super::linear).
 
 #[cfg(not(target_arch = "nvptx64"))]
 use super::linear::{Activation, Order};
@@ -28,8 +28,8 @@ pub struct Params {
     pub is_weighted: u32,
 }
 
-/// What is made of the sums g and u of a column's two products: act(g) * u; or, with a `limit`, g' * sigmoid(alpha * g') * (u' + 1), where g' is no
-/// more than the limit and u' no further from 0, as gpt-oss's experts have it.
+/// What is made of the sums g and u of a column's two products: act(g) * u; or, with a `limit`, g' * sigmoid(alpha *
+/// g') * (u' + 1), where g' is no more than the limit and u' no further from 0, as gpt-oss's experts have it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Gating {

@@ -1,10 +1,11 @@
 //! The CPU body of `linear`: see `cpu::gemm` for how the products are formed, and `cpu::outer` and
 //! `cpu::amx` for other orders.
 //!
-//! Activations are kept in f32 whatever the weights are, so only the order of summation differs from the reference, but where a prompt is multiplied in
-//! pairs of bf16 ([`By::Pairs`]): there activations are rounded to bf16, as tensor cores take them, and weights in fewer bits are.
-//! Tolerance per output: sum |x| |w| * 2^-18; on a matrix unit 2^-16 with weights of bf16, 2^-14 with others; of pairs 2^-18 beside what is rounded, with it 2^-8,
-//! or 2^-7 where weights are rounded too.
+//! Activations are kept in f32 whatever the weights are, so only the order of summation differs from the reference, but
+//! where a prompt is multiplied in pairs of bf16 ([`By::Pairs`]): there activations are rounded to bf16, as tensor
+//! cores take them, and weights in fewer bits are. Tolerance per output: sum |x| |w| * 2^-18; on a matrix unit 2^-16
+//! with weights of bf16, 2^-14 with others; of pairs 2^-18 beside what is rounded, with it 2^-8, or 2^-7 where weights
+//! are rounded too.
 
 use super::*;
 use crate::cpu::gemm::{self, InPlace, Supply, Weights};
@@ -39,8 +40,8 @@ pub(in crate::kernels) enum By {
 }
 
 impl By {
-    /// For weights `w` in order `order`, an [`Order`]. It must not depend on how rows and columns are cut (nobody cuts prompts' rows
-    /// one by one, or encoders' below [`ROWS_TO_SPLIT`] where there are matrix units).
+    /// For weights `w` in order `order`, an [`Order`]. It must not depend on how rows and columns are cut (nobody cuts
+    /// prompts' rows one by one, or encoders' below [`ROWS_TO_SPLIT`] where there are matrix units).
     pub(in crate::kernels) fn of(order: u32, x: &Tensor, w: &Tensor, scratch: &Scratch) -> By {
         let order = Order::from_u32(order).unwrap_or(Order::Lanes);
         let is_outer = order == Order::Free && w.dtype() == DType::F32;
@@ -72,8 +73,8 @@ impl By {
 
 /// Rows from which on tiles of f32 weights, which have to be split, are as fast as outer products.
 ///
-/// PERF: 16x768x384 on one core 78 GFLOP/s as tiles and 78 as outer products, 64x1536x384 176 and 114; MiniLM with 16 tokens 1.15
-/// of the time, with 32 1.0, with 64 0.7 (Sapphire Rapids, 2026-11-21).
+/// PERF: 16x768x384 on one core 78 GFLOP/s as tiles and 78 as outer products, 64x1536x384 176 and 114; MiniLM with 16
+/// tokens 1.15 of the time, with 32 1.0, with 64 0.7 (Sapphire Rapids, 2026-11-21).
 #[cfg(target_arch = "x86_64")]
 pub(crate) const ROWS_TO_SPLIT: usize = 32;
 
@@ -218,8 +219,8 @@ impl Supplied for Linear<'_> {
         let base = Weights::<P::Elem>::base_of(&self.w);
         let weights = Weights { base: [base; 2], stride: [self.w.stride(0); 2], rows: n, paired: false, k };
         let areas = self.scratch.areas(gemm::areas::<S, P>(self.rows, &weights));
-        // SAFETY: the areas are as asked for; the weights' box holds n rows of k, whole lines where they have lines; a part's sums lie as `finish`
-        // is told; the level exists (caller).
+        // SAFETY: the areas are as asked for; the weights' box holds n rows of k, whole lines where they have lines; a
+        // part's sums lie as `finish` is told; the level exists (caller).
         unsafe {
             gemm::products::<S, P>(&self.x, self.rows, &weights, areas, |rows, columns, sums| {
                 self.finish::<S>(rows, columns, sums, columns[1]);

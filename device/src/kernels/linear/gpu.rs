@@ -1,6 +1,6 @@
-//! The GPU body of `linear`: a warp per weight row, over up to four rows of x at a time; the weights from tiles where the
-//! worker's loader brings them, else from global memory. One row with tiles of weights goes to `gpu::thin`, a few to `gpu::thin::few`, many go to
-//! `gpu::warpgroup` or `gpu::wide`: tensor cores all.
+//! The GPU body of `linear`: a warp per weight row, over up to four rows of x at a time; the weights from tiles where
+//! the worker's loader brings them, else from global memory. One row with tiles of weights goes to `gpu::thin`, a few
+//! to `gpu::thin::few`, many go to `gpu::warpgroup` or `gpu::wide`: tensor cores all.
 
 use super::*;
 use crate::block::Candidate;
@@ -12,8 +12,9 @@ use crate::gpu::{warpgroup, weighted, wide};
 use core::array::from_fn;
 use core::cell::Cell;
 
-/// Where sums become outputs: functions, since a closure that is called in several places need not become part of its caller, and one that does
-/// not costs a stack. What is needed once an output they fetch then: held over the loops it would cost registers.
+/// Where sums become outputs: functions, since a closure that is called in several places need not become part of its
+/// caller, and one that does not costs a stack. What is needed once an output they fetch then: held over the loops it
+/// would cost registers.
 struct Outputs<'a> {
     p: &'a Params,
     call: &'a crate::gpu::Call<'a>,

@@ -1,15 +1,16 @@
 //! y = act(x . w^T + bias) + residual. x: [rows, k]; w: [n, k] (as checkpoints store it); bias: [n]; residual, y:
 //! [rows, n]; f32 accumulation. Reads the weights once: n*k elements, 2*rows*n*k flops. With `norm`, [k], x is first
-//! normalised as [`rms_norm`](super::rms_norm) does, in f32: one row of at most [`MAX_NORMED`] elements. With `merges` x is
-//! [kv_heads, splits, group, 4 + d] f32, from which every task first makes its row, as long, as
+//! normalised as [`rms_norm`](super::rms_norm) does, in f32: one row of at most [`MAX_NORMED`] elements. With `merges`
+//! x is [kv_heads, splits, group, 4 + d] f32, from which every task first makes its row, as long, as
 //! [`attention_merge`](super::attention_merge) does.
 //!
 //! With `values` and `indices`, of one row, y's largest element and where it stands go there too, as
 //! [`argmax_partial`](super::argmax) has them of its part.
 //!
-//! A norm between two products of several rows may be in both of them, so that nobody stands between. The one before it makes, of at most
-//! [`MOST_WEIGHTED`] columns, `weighted` = y * `weights`, [n], and for `values`, [rows, 1], the sums of the squares of y. The one after it has that
-//! for x (`is_weighted`), and for `norm` the sums of all the parts of a row, [rows, parts]: 1 / root of their mean it multiplies its sums with.
+//! A norm between two products of several rows may be in both of them, so that nobody stands between. The one before it
+//! makes, of at most [`MOST_WEIGHTED`] columns, `weighted` = y * `weights`, [n], and for `values`, [rows, 1], the sums
+//! of the squares of y. The one after it has that for x (`is_weighted`), and for `norm` the sums of all the parts of a
+//! row, [rows, parts]: 1 / root of their mean it multiplies its sums with.
 
 use super::*;
 
@@ -68,11 +69,12 @@ pub enum Order {
     Lanes = 0,
     /// As is fast for many rows, whatever that is: in graphs that do not decode.
     Free = 1,
-    /// In prompts: as [`Order::Lanes`], so that tokens one by one give the same bits, except where the core has a matrix unit
-    /// that takes the weights, or attention's keys and values, or where weights in fewer bits are [`Order::Rounded`].
+    /// In prompts: as [`Order::Lanes`], so that tokens one by one give the same bits, except where the core has a
+    /// matrix unit that takes the weights, or attention's keys and values, or where weights in fewer bits are
+    /// [`Order::Rounded`].
     Prompt = 2,
-    /// As [`Order::Prompt`], but where the core multiplies pairs of bf16 as often as f32 activations are rounded to bf16, too, and with them queries and
-    /// attention's weights.
+    /// As [`Order::Prompt`], but where the core multiplies pairs of bf16 as often as f32 activations are rounded to
+    /// bf16, too, and with them queries and attention's weights.
     Rounded = 3,
 }
 
@@ -93,10 +95,11 @@ pub struct Params {
     pub eps: f32,
     /// An [`Order`].
     pub order: u32,
-    /// 1: x is what the splits of an attention found, and the row what [`attention_merge`](super::attention_merge) makes of it.
+    /// 1: x is what the splits of an attention found, and the row what [`attention_merge`](super::attention_merge)
+    /// makes of it.
     pub merges: u32,
-    /// How many [segments](segment_len) the row of x is taken in, each with that part of all of w, of which the tiles come in that order; 0
-    /// or 1: it is taken whole.
+    /// How many [segments](segment_len) the row of x is taken in, each with that part of all of w, of which the tiles
+    /// come in that order; 0 or 1: it is taken whole.
     pub segments: u32,
     /// Where there are `values`: how the whole row is cut into y of the operator's blocks.
     pub best: argmax::Params,
@@ -115,13 +118,15 @@ pub const fn segment_len(k: u32, segments: u32) -> u32 {
     if segments > 1 { k.div_ceil(8).div_ceil(segments) * 8 } else { k }
 }
 
-/// Rows of weights whose sums the GPU has room for where a row of x is longer than [`MAX_NORMED`], and one more for each segment.
+/// Rows of weights whose sums the GPU has room for where a row of x is longer than [`MAX_NORMED`], and one more for
+/// each segment.
 pub const LONG_SUMS: u32 = 625;
 
 /// Columns of a task that makes `weighted`: those of which the GPU has the sums of a row together.
 pub const MOST_WEIGHTED: u32 = 128;
 
-/// Rows of activations at most that are multiplied with weights in tiles where they are several: see the device's `gpu::thin::few`.
+/// Rows of activations at most that are multiplied with weights in tiles where they are several: see the device's
+/// `gpu::thin::few`.
 pub const MOST_FEW: u32 = 8;
 
 /// Bytes from one of them, of `k` elements, to the next, in the memory that tiles leave.
@@ -306,7 +311,8 @@ impl MacroKernel for Linear {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
-        // Lowered for workers that read x from afar: CPUs keep the norm, the merge, and the search, an operator of its own.
+        // Lowered for workers that read x from afar: CPUs keep the norm, the merge, and the search, an operator of its
+        // own.
         if [slot::NORM, slot::VALUES].iter().any(|operand| call.tensor(*operand).is_present()) || p.merges != 0 {
             return Self::reference(p, call);
         }

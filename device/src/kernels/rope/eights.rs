@@ -5,7 +5,8 @@
 //! lanes    as many, a power of two, as have a head's d / 2 pairs: lane l pairs 4 l to 4 l + 3 of either half of them
 //! heads    of each row: of the queries, the keys and the values; what is turned and what is only appended go the same way
 //! ```
-//! Sines, cosines and weights are found once for all heads. A lane's sixteen elements come by four loads, the next head's before this one is turned.
+//! Sines, cosines and weights are found once for all heads. A lane's sixteen elements come by four loads, the next
+//! head's before this one is turned.
 //!
 //! Floor of a task: its bytes, of which most come from L2 and go there.
 
@@ -41,7 +42,8 @@ pub(super) unsafe fn is_for(p: &Params, call: &Call<'_>, block: &Block) -> bool 
     }
 }
 
-/// Whether `tensor` is of `dtype` and whatever two indices of dimensions `dims` name starts on the bytes of four elements.
+/// Whether `tensor` is of `dtype` and whatever two indices of dimensions `dims` name starts on the bytes of four
+/// elements.
 fn are_fours(tensor: &Tensor, dtype: u16, dims: [usize; 2]) -> bool {
     let apart = tensor.stride(dims[0]) | tensor.stride(dims[1]);
     tensor.dtype() == dtype && tensor.row([]).is_aligned(4 * tensor.elem_bytes() as usize) && apart.is_multiple_of(4)
@@ -65,7 +67,8 @@ struct Head {
     to: *mut u8,
 }
 
-/// A lane's elements as they lie, by fours: the first of its pairs' first and second, and those of the other half of the pairs.
+/// A lane's elements as they lie, by fours: the first of its pairs' first and second, and those of the other half of
+/// the pairs.
 type Words = [[u32; 4]; 4];
 
 /// Four words from `at` on.
@@ -80,7 +83,8 @@ unsafe fn four(at: u32) -> [f32; 4] {
 /// [`Rope`](super::Rope)'s body.
 ///
 /// # Safety
-/// Every thread of the block makes this same call, and [`is_for`] is so; the cache has the rows' positions, and nobody else touches these.
+/// Every thread of the block makes this same call, and [`is_for`] is so; the cache has the rows' positions, and nobody
+/// else touches these.
 pub(super) unsafe fn turn_all(p: &Params, call: &Call<'_>, block: &Block) {
     // SAFETY: the caller's promise.
     let (rows, most) = unsafe {
@@ -106,7 +110,8 @@ pub(super) unsafe fn turn_all(p: &Params, call: &Call<'_>, block: &Block) {
 unsafe fn turn_rows(p: &Params, call: &Call<'_>, block: &Block, [first, count]: [u32; 2]) {
     // Found here, not kept over all the other kernels of a worker.
     let thread = memory::opaque_word(block.thread);
-    // SAFETY: the caller's promise for all; a lane has read its elements of a head before the warp meets and one of them is written.
+    // SAFETY: the caller's promise for all; a lane has read its elements of a head before the warp meets and one of
+    // them is written.
     unsafe {
         let q = call.tensor(slot::Q);
         let (heads, group, d) = (q.extent(1), q.extent(2), q.extent(3));
@@ -212,7 +217,8 @@ unsafe fn turn_rows(p: &Params, call: &Call<'_>, block: &Block, [first, count]: 
     }
 }
 
-/// Makes the table of `count` rows, the first at position `pos`: the norms' weights, 1 where there are none, and what turns pairs.
+/// Makes the table of `count` rows, the first at position `pos`: the norms' weights, 1 where there are none, and what
+/// turns pairs.
 ///
 /// # Safety
 /// As [`turn_rows`].

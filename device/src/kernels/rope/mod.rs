@@ -2,11 +2,12 @@
 //! and the append of k and v to the cache at the rows' positions.
 //!
 //! q: [rows, kv_heads, group, d], rotated in place; k, v: [rows, kv_heads, d]; q_norm, k_norm: [d], optional;
-//! frequencies: [d/2] f32; k_cache, v_cache: [kv_heads, context, d]. Row r stands at position p = first_pos + r and turns
-//! pair i by the angle p * frequencies[i], in f32. Pairs are (x[i], x[i + d/2]). Where only the first 2 * t elements of a head are turned
-//! (`turned_pairs` is t), the first t are (x[i], x[i + t]); the others, of frequency 0, are (x[i + t], x[i + d/2]), what is left. Pair i always
-//! comes to elements i and i + d/2: so queries and keys are in another order than they came, one and the same, which their products do not see.
-//! What is turned is multiplied by `factor` (YaRN's and LongRoPE's).
+//! frequencies: [d/2] f32; k_cache, v_cache: [kv_heads, context, d]. Row r stands at position p = first_pos + r and
+//! turns pair i by the angle p * frequencies[i], in f32. Pairs are (x[i], x[i + d/2]). Where only the first 2 * t
+//! elements of a head are turned (`turned_pairs` is t), the first t are (x[i], x[i + t]); the others, of frequency 0,
+//! are (x[i + t], x[i + d/2]), what is left. Pair i always comes to elements i and i + d/2: so queries and keys are in
+//! another order than they came, one and the same, which their products do not see. What is turned is multiplied by
+//! `factor` (YaRN's and LongRoPE's).
 
 use super::*;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -123,7 +124,8 @@ pub(super) fn turned(p: &Params, head: &[f32], norm: &io::Tensor, frequencies: &
     turned
 }
 
-/// How a warp turns heads as position `pos` wants it: two neighbouring pairs of elements a lane at a time, of `half`, the first `turned` of which are turned.
+/// How a warp turns heads as position `pos` wants it: two neighbouring pairs of elements a lane at a time, of `half`,
+/// the first `turned` of which are turned.
 #[derive(Clone, Copy)]
 pub(super) struct Turn {
     pub(super) norm: gpu::Tensor,
@@ -143,7 +145,8 @@ pub(super) struct Asked {
     weights: [u32; 4],
 }
 
-/// What is known of a lane's next two pairs without the head: sines and cosines, and what the elements are multiplied by.
+/// What is known of a lane's next two pairs without the head: sines and cosines, and what the elements are multiplied
+/// by.
 #[derive(Clone, Copy)]
 pub(super) struct Ahead {
     turns: [(f32, f32); 2],
@@ -153,7 +156,8 @@ pub(super) struct Ahead {
 /// Pairs that a warp has at a time.
 const AT_ONCE: u32 = 2 * WARP;
 
-/// Elements of a head that is turned in part, at most: its elements move, and a warp reads the next pairs before it puts these.
+/// Elements of a head that is turned in part, at most: its elements move, and a warp reads the next pairs before it
+/// puts these.
 pub const MOST_IN_PART: u32 = 2 * 2 * AT_ONCE;
 
 impl Turn {
@@ -206,9 +210,10 @@ impl Turn {
         self.told(first, unsafe { self.ask(first) })
     }
 
-    /// A warp's [`turned`]: gives `put` what becomes elements i and i + half, and i + 1 and i + 1 + half, of the head of which `from`
-    /// gets some, on one lane each; where i + 1 is half, of an odd half, nobody wants the second. Lanes have read these elements and
-    /// the next ones before they put them. `x` are the first pairs' elements, `ahead` theirs.
+    /// A warp's [`turned`]: gives `put` what becomes elements i and i + half, and i + 1 and i + 1 + half, of the head
+    /// of which `from` gets some, on one lane each; where i + 1 is half, of an odd half, nobody wants the second. Lanes
+    /// have read these elements and the next ones before they put them. `x` are the first pairs' elements, `ahead`
+    /// theirs.
     ///
     /// # Safety
     /// Every lane of the warp makes this same call; the head is there, and see [`ask`](Turn::ask).
@@ -287,13 +292,15 @@ pub(super) unsafe fn append_value(call: &gpu::Call<'_>, r: u32, h: u32, pos: u32
     }
 }
 
-/// [`Rope`]'s body for any heads, one after the other: a warp to each row's key/value head, and the query heads that go with it.
+/// [`Rope`]'s body for any heads, one after the other: a warp to each row's key/value head, and the query heads that go
+/// with it.
 ///
 /// # Safety
-/// Every thread of the block makes this same call; the operands are [`Rope`]'s, the cache has the rows' positions, and nobody else touches
-/// these.
+/// Every thread of the block makes this same call; the operands are [`Rope`]'s, the cache has the rows' positions, and
+/// nobody else touches these.
 unsafe fn turn_all(p: &Params, call: &gpu::Call<'_>, block: &Block) {
-    // SAFETY: the caller's promises. A warp owns a head, of which all its lanes have read what one of them is about to write: see `Turn::head`.
+    // SAFETY: the caller's promises. A warp owns a head, of which all its lanes have read what one of them is about to
+    // write: see `Turn::head`.
     unsafe {
         // Found here, not kept over all the other kernels of a worker.
         let block = &Block { thread: memory::opaque_word(block.thread), ..*block };
@@ -397,8 +404,8 @@ impl MacroKernel for Rope {
     }
 
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
-        // SAFETY: the operands are the slots' and `check` has matched their extents; a position is below the context, as
-        // the token loop's steps are.
+        // SAFETY: the operands are the slots' and `check` has matched their extents; a position is below the context,
+        // as the token loop's steps are.
         unsafe {
             if eights::is_for(p, call, block) {
                 eights::turn_all(p, call, block);

@@ -1,12 +1,12 @@
-//! The GPU body of `routed_linear`: an expert's rows together, by a warpgroup where x is bf16 and the weights are that or in fewer bits, on sixteen
-//! bytes, and the tiles' memory is free, else a warp for each product of two rows.
+//! The GPU body of `routed_linear`: an expert's rows together, by a warpgroup where x is bf16 and the weights are that
+//! or in fewer bits, on sixteen bytes, and the tiles' memory is free, else a warp for each product of two rows.
 //!
 //! ```text
 //! shared memory  [ list: which row and slot | where its x is | rows of each expert | masks, then slots | its weight ]
 //! ```
-//! The masks, a bit for each expert that a row goes to, are how experts' rows are counted: a thread counts for its experts, 32 of which
-//! have a word of each row in common, four rows at a time. Then the block goes through its units; with each new expert it lists the rows
-//! that go there, in their order.
+//! The masks, a bit for each expert that a row goes to, are how experts' rows are counted: a thread counts for its
+//! experts, 32 of which have a word of each row in common, four rows at a time. Then the block goes through its units;
+//! with each new expert it lists the rows that go there, in their order.
 
 use super::*;
 use crate::arch::{bulk, each_of_four, memory, shared};
@@ -43,15 +43,16 @@ const _: () = {
 /// Columns of one part of two matrices. One matrix is two: its second half of a part's columns is the other.
 const HALF: u32 = COLUMNS / 2;
 
-/// Bytes of a row of weights that the L2 cache is asked for a unit ahead: what the memory has time for while a part ends and the next
-/// begins, some 2,500 cycles, and half as much again.
+/// Bytes of a row of weights that the L2 cache is asked for a unit ahead: what the memory has time for while a part
+/// ends and the next begins, some 2,500 cycles, and half as much again.
 const AHEAD_BYTES: u32 = 512;
 
 /// # Safety
 /// As [`MacroKernel::gpu`].
 pub(super) unsafe fn run(p: &Params, call: &Call<'_>, block: &Block) {
-    // SAFETY: the operands are the slots', and every index is below its extent; what a thread has put into shared memory others read
-    // behind a barrier, and another before it is put there anew: `multiply_part`'s last, or the one after `plain`.
+    // SAFETY: the operands are the slots', and every index is below its extent; what a thread has put into shared
+    // memory others read behind a barrier, and another before it is put there anew: `multiply_part`'s last, or the one
+    // after `plain`.
     unsafe {
         count(call, block);
         let work = Work::of(call);
@@ -308,7 +309,8 @@ unsafe fn list(call: &Call<'_>, block: &Block, p: &Params, expert: u32) {
     }
 }
 
-/// Has the L2 cache ask for the first columns of what a part from column `n0` of expert `expert` on reads of the weights.
+/// Has the L2 cache ask for the first columns of what a part from column `n0` of expert `expert` on reads of the
+/// weights.
 unsafe fn ask(call: &Call<'_>, block: &Block, expert: u32, n0: u32) {
     if !call.uses(Technique::L2Prefetch) || block.thread >= COLUMNS {
         return;
@@ -396,7 +398,8 @@ impl warpgroup::Finish<2> for Outputs<'_> {
     }
 
     unsafe fn rows<const R: usize>(&self, &n: &u32, listed: [u32; R], sums: [[[f32; 4]; 2]; R]) -> [f32; R] {
-        // SAFETY: the rows are listed, and have that column (caller); of one matrix, one a half further too, if it is there.
+        // SAFETY: the rows are listed, and have that column (caller); of one matrix, one a half further too, if it is
+        // there.
         unsafe {
             let (y, is_pair) = (self.call.tensor(slot::Y), self.call.tensor(slot::UP).is_present());
             let end = y.extent(2);

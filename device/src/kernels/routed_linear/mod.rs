@@ -1,16 +1,17 @@
-//! y[r, s] = weights[r, s] * act(x[r] . w[e]^T + bias[e]) * (x[r] . up[e]^T + up_bias[e]), where e = experts[r, s] is the expert that row r goes to
-//! through slot s ([`ExpertRoutes`](super::ExpertRoutes)): both halves of a mixture of experts in passes of several rows. It may be gated otherwise: see
-//! [`Gating`]. Without `up` there is no such factor, nor an activation; x may have a row for each slot, x[r, s]. x: [rows, k] or [rows, slots, k];
-//! experts: [rows, slots] i32, a row's all different; w, up: [experts, n, k]; bias, up_bias: [experts, n]; weights: [rows, slots] f32; y: [rows, slots,
-//! n]; f32 accumulation. A number that no expert has leaves its slot as it is.
+//! y[r, s] = weights[r, s] * act(x[r] . w[e]^T + bias[e]) * (x[r] . up[e]^T + up_bias[e]), where e = experts[r, s] is
+//! the expert that row r goes to through slot s ([`ExpertRoutes`](super::ExpertRoutes)): both halves of a mixture of
+//! experts in passes of several rows. It may be gated otherwise: see [`Gating`]. Without `up` there is no such factor,
+//! nor an activation; x may have a row for each slot, x[r, s]. x: [rows, k] or [rows, slots, k]; experts: [rows, slots]
+//! i32, a row's all different; w, up: [experts, n, k]; bias, up_bias: [experts, n]; weights: [rows, slots] f32; y:
+//! [rows, slots, n]; f32 accumulation. A number that no expert has leaves its slot as it is.
 //!
-//! `blocks` tasks share the work as they find it: a unit of it is a part of an expert's columns for some of the rows that go there, and a
-//! task takes as many units in a row as any other. So whatever experts are chosen, all SMs read as much. What a block has to know for that,
-//! each finds out for itself.
+//! `blocks` tasks share the work as they find it: a unit of it is a part of an expert's columns for some of the rows
+//! that go there, and a task takes as many units in a row as any other. So whatever experts are chosen, all SMs read as
+//! much. What a block has to know for that, each finds out for itself.
 //!
-//! Floor: the weights of the experts that rows go to, once, at the memory's rate. Each row of x is read once for every 64 columns of `w`
-//! and `up` (128 without): 512 rows of Qwen3-30B-A3B's, 200 MB of L2's, beside 805 MB of weights. Cut along n alone, in 132, they would be
-//! 2.2 GB. (MPK: `MOE_W13_LINEAR`, `MOE_W2_LINEAR`.)
+//! Floor: the weights of the experts that rows go to, once, at the memory's rate. Each row of x is read once for every
+//! 64 columns of `w` and `up` (128 without): 512 rows of Qwen3-30B-A3B's, 200 MB of L2's, beside 805 MB of weights. Cut
+//! along n alone, in 132, they would be 2.2 GB. (MPK: `MOE_W13_LINEAR`, `MOE_W2_LINEAR`.)
 
 use super::gated_linear::Gating;
 use super::*;

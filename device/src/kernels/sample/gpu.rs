@@ -72,8 +72,8 @@ const _: () = assert!(SEEN + SEEN_WORDS <= shared::KEPT, "the tokens' bits have 
 unsafe fn penalise(logits: &Tensor, text: &Tensor, n: u32, penalty: f32, block: &Block) {
     let vocab = logits.extent(1);
     let mut first = 0;
-    // SAFETY: words and bits are below their numbers. A logit is that thread's to change which set its token's bit, and all of them are
-    // changed behind one barrier and before another.
+    // SAFETY: words and bits are below their numbers. A logit is that thread's to change which set its token's bit, and
+    // all of them are changed behind one barrier and before another.
     unsafe {
         while first < vocab {
             let here = (vocab - first).min(32 * SEEN_WORDS);
@@ -144,7 +144,8 @@ impl Draw<'_> {
         unsafe { Above { count: self.block.sum_u32(mine.count), mass: self.block.sum64(mine.mass) } }
     }
 
-    /// The smallest bound for which `enough` holds, and what is above it. `enough` holds for all bounds from some one on.
+    /// The smallest bound for which `enough` holds, and what is above it. `enough` holds for all bounds from some one
+    /// on.
     unsafe fn search(&self, enough: impl Fn(&Above) -> bool) -> (u32, Above) {
         // No weight is above 1.
         let mut high = 1f32.to_bits();
@@ -221,8 +222,8 @@ impl Draw<'_> {
     /// Walks the row in index order, each thread a run of its own: first every thread adds up its run, then the thread
     /// whose run holds the end of the walk finds it.
     unsafe fn find(&self, walk: Walk) -> u32 {
-        // SAFETY: every thread of the block is here (caller); indices are below the row's length; a thread writes its own
-        // words of shared memory, and a barrier stands between writing and reading.
+        // SAFETY: every thread of the block is here (caller); indices are below the row's length; a thread writes its
+        // own words of shared memory, and a barrier stands between writing and reading.
         unsafe {
             let n = self.logits.extent(1);
             let run = n.div_ceil(self.block.threads);

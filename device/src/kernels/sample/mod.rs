@@ -1,13 +1,15 @@
 //! tokens[first_pos + rows] = the next token: the argmax of the partial results at temperature 0, else a draw from
 //! softmax(logits / temperature) cut to the top k and then to the smallest set of mass top p (the order `transformers`
-//! applies them in). logits: [1, vocab] f32; values, indices: [blocks]; control: the control block; tokens: [capacity] i32, or [1], where
-//! the token alone is wanted; text: [capacity] i32, the tokens before it, where they are not in `tokens`.
+//! applies them in). logits: [1, vocab] f32; values, indices: [blocks]; control: the control block; tokens: [capacity]
+//! i32, or [1], where the token alone is wanted; text: [capacity] i32, the tokens before it, where they are not in
+//! `tokens`.
 //!
-//! Before that, where a repetition penalty is asked for, the logits of all tokens that the text has already are [penalised] where they stand, each
-//! once; then the partial results do not count. (Keskar et al. 2019, CTRL, as `transformers` has it: the prompt's tokens, too.)
+//! Before that, where a repetition penalty is asked for, the logits of all tokens that the text has already are
+//! [penalised] where they stand, each once; then the partial results do not count. (Keskar et al. 2019, CTRL, as
+//! `transformers` has it: the prompt's tokens, too.)
 //!
-//! The draw is a function of seed and position alone, so a run can be repeated on any executor. Each sequence of a batch has a
-//! [`Request`] of its own.
+//! The draw is a function of seed and position alone, so a run can be repeated on any executor. Each sequence of a
+//! batch has a [`Request`] of its own.
 
 use super::*;
 mod gpu;

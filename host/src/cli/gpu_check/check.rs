@@ -287,7 +287,8 @@ impl Check<'_> {
         Ok(figures)
     }
 
-    /// What a tile costs those who take it from their loader: of two sizes, wherever it comes from, and whether it is read or not.
+    /// What a tile costs those who take it from their loader: of two sizes, wherever it comes from, and whether it is
+    /// read or not.
     fn tiles(&self, prober: &mut Prober) -> Figures {
         let n_sms = self.gpu.info().n_sms;
         let n = if self.args.simulated { 40 } else { 4000 };
@@ -310,7 +311,8 @@ impl Check<'_> {
         Ok(all.into())
     }
 
-    /// What a line of straight code, 128 bytes, costs by how much of it there is: the first time, and each time after; on one SM, and on all.
+    /// What a line of straight code, 128 bytes, costs by how much of it there is: the first time, and each time after;
+    /// on one SM, and on all.
     fn code(&self, prober: &mut Prober) -> Figures {
         let mut all = serde_json::Map::new();
         let rounds = if self.args.simulated { 3 } else { 101 };
@@ -334,8 +336,8 @@ impl Check<'_> {
         Ok(all.into())
     }
 
-    /// How fast a checkpoint comes to the device, from memory and from the disk, and what part that is of the slower of the bus
-    /// and of reading the file, each measured alone. The bar is no condition: others may use the disk.
+    /// How fast a checkpoint comes to the device, from memory and from the disk, and what part that is of the slower of
+    /// the bus and of reading the file, each measured alone. The bar is no condition: others may use the disk.
     fn load(&self) -> Figures {
         let (_dir, model) = self.synth("llama-3.2-1b")?;
         let folder = model.dir().to_owned();
@@ -409,8 +411,8 @@ impl Check<'_> {
         Ok(figures)
     }
 
-    /// Small networks whose every intermediate is an output, on the GPU and on the reference executor: the operator where
-    /// they part is where the fault is. What is wrong is kept, and the next one looked at.
+    /// Small networks whose every intermediate is an output, on the GPU and on the reference executor: the operator
+    /// where they part is where the fault is. What is wrong is kept, and the next one looked at.
     fn kernels(&self) -> Figures {
         let mut judged = Judged::default();
         for preset in PRESETS {
@@ -432,8 +434,8 @@ impl Check<'_> {
         if judged.wrong.is_empty() { Ok(figures.into()) } else { Err(judged.wrong.join("; ").into()) }
     }
 
-    /// Judges one pass on the GPU. Of the first operator that is wrong it is looked for the techniques without which it is right, once for
-    /// each macro kernel.
+    /// Judges one pass on the GPU. Of the first operator that is wrong it is looked for the techniques without which it
+    /// is right, once for each macro kernel.
     fn judge(&self, preset: &str, pass: &Pass, model: &Model, judged: &mut Judged) -> Outcome {
         let rows = pass.case.rows;
         let (_, expected) = pass.run(model, None)?;
@@ -470,9 +472,10 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// What chooses tokens writes no floats: the same tokens as on the CPU, and the same end. The largest logit is sought by an
-    /// operator of its own in the pass that ends a prompt; in those after it, by the head's product. Draws are made after a prompt of one
-    /// token, which rounds nothing: one close to the edge between two tokens would soon fall on the other side otherwise.
+    /// What chooses tokens writes no floats: the same tokens as on the CPU, and the same end. The largest logit is
+    /// sought by an operator of its own in the pass that ends a prompt; in those after it, by the head's product. Draws
+    /// are made after a prompt of one token, which rounds nothing: one close to the edge between two tokens would soon
+    /// fall on the other side otherwise.
     fn draws(&self, figures: &mut serde_json::Map<String, Value>) -> Outcome {
         let (_dir, model) = self.synth("tiny-qwen3")?;
         let engine = |device| {
@@ -592,8 +595,9 @@ impl Check<'_> {
         Ok(figures.into())
     }
 
-    /// What `model` makes with guesses of a text that repeats itself, beside its logits after the same tokens: how much less likely than the likeliest a
-    /// token is at most, how far the last one's logits are off, and in how many passes.
+    /// What `model` makes with guesses of a text that repeats itself, beside its logits after the same tokens: how much
+    /// less likely than the likeliest a token is at most, how far the last one's logits are off, and in how many
+    /// passes.
     fn guesses(&self, model: &Model) -> Figures {
         let n = if self.args.simulated { 4 } else { 48 };
         let vocab = model.config().vocab_size();
@@ -626,8 +630,8 @@ impl Check<'_> {
         std::fs::read(&path).map_err(|error| format!("{}: {}", path.display(), plain(&error)))
     }
 
-    /// Encoders and a decoder that see a text at once, and one that reads it in passes as it reads prompts; decoders in 8 bits, too, beside the
-    /// reference executor with the same weights.
+    /// Encoders and a decoder that see a text at once, and one that reads it in passes as it reads prompts; decoders in
+    /// 8 bits, too, beside the reference executor with the same weights.
     fn sentences(&self) -> Figures {
         let mut figures = serde_json::Map::new();
         for (name, bound) in [
@@ -673,8 +677,9 @@ impl Check<'_> {
         Ok(figures.into())
     }
 
-    /// How far `model` with weights in fewer bits is from the reference executor with the same, after `prompt` and where a token more has been
-    /// decoded: their divergences. None of a mixture of experts: no GPU kernel reads its matrices then.
+    /// How far `model` with weights in fewer bits is from the reference executor with the same, after `prompt` and
+    /// where a token more has been decoded: their divergences. None of a mixture of experts: no GPU kernel reads its
+    /// matrices then.
     fn in_fewer_bits(
         &self,
         model: &Model,

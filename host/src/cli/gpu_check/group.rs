@@ -1,9 +1,9 @@
 //! Processes that end together: a section of the check, and whatever it starts.
 //!
-//! A section leads a process group of its own, so that what it has started can be ended with it, whether it took too long,
-//! crashed or went away and left others behind. A group of its own gets no Ctrl-C and no hangup from the terminal; so a
-//! section holds the read end of a pipe as its standard input, whose write end only its parent has. When that closes, however
-//! the parent ended, the section ends its group.
+//! A section leads a process group of its own, so that what it has started can be ended with it, whether it took too
+//! long, crashed or went away and left others behind. A group of its own gets no Ctrl-C and no hangup from the
+//! terminal; so a section holds the read end of a pipe as its standard input, whose write end only its parent has. When
+//! that closes, however the parent ended, the section ends its group.
 
 use std::io;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -60,8 +60,8 @@ impl Group {
     /// Kills everyone; there may be nobody left.
     fn end(&mut self) {
         #[cfg(unix)]
-        // SAFETY: it only sends a signal, to the group that this process made: its leader has not been waited for, so no other
-        // group has the number.
+        // SAFETY: it only sends a signal, to the group that this process made: its leader has not been waited for, so
+        // no other group has the number.
         unsafe {
             libc::kill(-(self.leader.id() as libc::pid_t), libc::SIGKILL);
         }

@@ -1,5 +1,5 @@
-//! What `gpu-check kernels` runs: small networks, and which of their intermediates it compares. Together they have every macro
-//! kernel ([`uncovered`]).
+//! What `gpu-check kernels` runs: small networks, and which of their intermediates it compares. Together they have
+//! every macro kernel ([`uncovered`]).
 
 use perpetua::EngineError;
 use perpetua::Model;
@@ -36,18 +36,21 @@ pub(super) const PRESETS: [&str; 13] = [
     "tiny-modernbert",
 ];
 
-/// What an intermediate may be off where nothing is rounded: the cache is bf16, and differences grow from operator to operator.
+/// What an intermediate may be off where nothing is rounded: the cache is bf16, and differences grow from operator to
+/// operator.
 pub(super) const KERNEL_TOLERANCE: f64 = 2e-2;
 
 /// The same where products round their input to bf16: those of many rows. The most that the PTX is off is 3.4e-2.
 pub(super) const ROUNDED_TOLERANCE: f64 = 6e-2;
 
-/// The same where weights in fewer bits are rounded to bf16, too. The most that the PTX is off is 5.7e-2, where without that it is 3.4e-2.
+/// The same where weights in fewer bits are rounded to bf16, too. The most that the PTX is off is 5.7e-2, where without
+/// that it is 3.4e-2.
 const TWICE_ROUNDED_TOLERANCE: f64 = 1e-1;
 
-/// The same of a network whose fourth layer attends to a few of its own: of 40 rows the PTX is off by 1.0e-1, an H200 by 9.3e-2, PyTorch in bf16
-/// by 1.2e-1, and transformers in f32 by 6.7e-2 when nothing but what products read is rounded to bf16 (tests/peers/rounding.py). So does one with norms
-/// behind states (Qwen3.5's), of which that costs transformers 1.7e-2 to 1e-1 of a row's logits.
+/// The same of a network whose fourth layer attends to a few of its own: of 40 rows the PTX is off by 1.0e-1, an H200
+/// by 9.3e-2, PyTorch in bf16 by 1.2e-1, and transformers in f32 by 6.7e-2 when nothing but what products read is
+/// rounded to bf16 (tests/peers/rounding.py). So does one with norms behind states (Qwen3.5's), of which that costs
+/// transformers 1.7e-2 to 1e-1 of a row's logits.
 const AMPLIFIED_TOLERANCE: f64 = 1.5e-1;
 
 /// The ways in which matrices are checked in fewer bits.
@@ -115,8 +118,8 @@ pub(super) fn cases(preset: &str, is_simulated: bool) -> Vec<Case> {
         cases.extend(quantized(1, passes, Look::Fused));
         return cases;
     }
-    // With every tensor an output nothing is fused or rounded, so decoding, a row at a time, looks at those alone that stay when
-    // it is, and so does a pass for the warpgroups.
+    // With every tensor an output nothing is fused or rounded, so decoding, a row at a time, looks at those alone that
+    // stay when it is, and so does a pass for the warpgroups.
     let every: &[usize] = if is_simulated { &[7] } else { &[1, 2, 7, 16, 40, 100] };
     let mut cases: Vec<Case> = every.iter().map(|rows| case(whole, *rows, 1, Look::Every)).collect();
     if ["tiny-bert", "tiny-modernbert"].contains(&preset) {
@@ -129,7 +132,8 @@ pub(super) fn cases(preset: &str, is_simulated: bool) -> Vec<Case> {
     let many: &[usize] = if is_simulated { &[20] } else { &[20, 60, 128] };
     cases.extend(many.iter().map(|rows| case(whole, *rows, 1, Look::Rounded)));
     cases.extend(many.iter().flat_map(|rows| quantized(*rows, 1, Look::Rounded)));
-    // A short cache is not split among workers; of a longer one each has a share, where there are as many workers as that.
+    // A short cache is not split among workers; of a longer one each has a share, where there are as many workers as
+    // that.
     if preset == "tiny-llama" || !is_simulated {
         let short = Network::Model { context: 64 };
         cases.push(case(short, 1, if is_simulated { 3 } else { 60 }, Look::Attended));
@@ -227,8 +231,9 @@ impl Named {
     }
 }
 
-/// Element-wise functions, the row that a prompt's pass ends with, and a mixture of experts, which are the layers' MLPs, with biases, rows of the embeddings: by
-/// logits that are the first elements of a row, so that a choice does not hang on rounding.
+/// Element-wise functions, the row that a prompt's pass ends with, and a mixture of experts, which are the layers'
+/// MLPs, with biases, rows of the embeddings: by logits that are the first elements of a row, so that a choice does not
+/// hang on rounding.
 fn others(model: &Model, rows: usize) -> Result<KernelGraph, EngineError> {
     let (name, config) = ("model.embed_tokens.weight", model.decoder()?);
     let shape = [config.vocab_size, config.hidden_size];
@@ -300,8 +305,8 @@ fn is_read_by_a_product(table: &TensorTable, ops: &[Operator], tensor: TensorId)
     ops.iter().filter(is_product).any(|op| op.slots[linear::slot::X].is_some_and(|x| table[x].buffer == of))
 }
 
-/// Whether `op`, one of `ops`, is a product, or of a layer that passes a state on, whose result `tensor` is what it wrote at the end of the pass, fused or
-/// not: nobody turns it in place.
+/// Whether `op`, one of `ops`, is a product, or of a layer that passes a state on, whose result `tensor` is what it
+/// wrote at the end of the pass, fused or not: nobody turns it in place.
 fn stays_when_fused(table: &TensorTable, ops: &[Operator], op: &Operator, tensor: TensorId) -> bool {
     let is_turned = |op: &Operator| {
         let slots = Spec::of(op.kernel.task_type).map_or(&[][..], |spec| spec.slots);
@@ -336,7 +341,8 @@ mod tests {
         (dir, model)
     }
 
-    /// Compiled as for the check, every macro kernel has an intermediate that is compared, or makes the tokens that are.
+    /// Compiled as for the check, every macro kernel has an intermediate that is compared, or makes the tokens that
+    /// are.
     #[test]
     fn every_macro_kernel_is_checked() {
         for (is_simulated, sms) in [(true, 4), (false, 132)] {

@@ -44,7 +44,8 @@ pub(crate) struct Args {
     /// As --simulated, with the kernels' PTX, instruction by instruction, instead of their source.
     #[arg(long, requires = "simulated")]
     interpreted: bool,
-    /// With --simulated: kernels of the sizes that a GPU is given, which takes minutes with --interpreted, and far longer without.
+    /// With --simulated: kernels of the sizes that a GPU is given, which takes minutes with --interpreted, and far
+    /// longer without.
     #[arg(long, requires = "simulated")]
     in_full: bool,
     #[command(flatten)]
@@ -52,7 +53,8 @@ pub(crate) struct Args {
     /// Do the one section in this process: what a section's own process is told.
     #[arg(long, hide = true)]
     alone: bool,
-    /// A simulated GPU that does not survive launches with this technique: to see what is made of a real one that does not.
+    /// A simulated GPU that does not survive launches with this technique: to see what is made of a real one that does
+    /// not.
     #[arg(long, hide = true, requires = "simulated", value_parser = super::technique())]
     fatal: Option<Technique>,
     /// Have the driver write the GPU's state into this file if it comes to an exception.
@@ -127,7 +129,8 @@ impl Section {
         Duration::from_secs(match self {
             // How long a simulated one takes says nothing: what else its machine does may be most of it.
             _ if args.simulated => 3600,
-            // A minute of it for the driver's compiler, where it does not take the cubin; it keeps what it made for the others.
+            // A minute of it for the driver's compiler, where it does not take the cubin; it keeps what it made for the
+            // others.
             Section::Facts => 150,
             Section::Ceiling | Section::Latency => 60,
             // Most of it is the reference executor's.
@@ -158,8 +161,8 @@ impl Section {
     }
 }
 
-/// A process that loads PyTorch and ends, while sections run that do not want it: from a disk that nobody has read yet that takes longer than what is
-/// measured.
+/// A process that loads PyTorch and ends, while sections run that do not want it: from a disk that nobody has read yet
+/// that takes longer than what is measured.
 struct Reader(Option<Child>);
 
 impl Reader {
@@ -181,8 +184,8 @@ impl Drop for Reader {
     }
 }
 
-/// Sections run in this order in processes of their own: a GPU context that one has lost, a crash or a hang takes no other
-/// section with it.
+/// Sections run in this order in processes of their own: a GPU context that one has lost, a crash or a hang takes no
+/// other section with it.
 pub(crate) fn run(args: &Args) -> Outcome {
     let gpu = match open(args) {
         Err(error @ (GpuError::Driver(_) | GpuError::NoDevice)) => return Err(NoGpu(error.to_string()).into()),
@@ -227,8 +230,8 @@ pub(crate) fn run(args: &Args) -> Outcome {
     if failed.is_empty() { Ok(()) } else { Err(format!("failed: {}", failed.join(", ")).into()) }
 }
 
-/// Does `section` in a process of its own; whether it did what it should. However it ends, there is a record, with the figures
-/// that were there.
+/// Does `section` in a process of its own; whether it did what it should. However it ends, there is a record, with the
+/// figures that were there.
 fn apart(args: &Args, section: Section, limit: Duration) -> Result<bool, Box<dyn std::error::Error>> {
     let (name, path) = (section.name(), args.record(section));
     let title = args.title(section);
@@ -274,8 +277,9 @@ fn apart(args: &Args, section: Section, limit: Duration) -> Result<bool, Box<dyn
     Ok(false)
 }
 
-/// Looks for what it is that `section`, which has failed, does not get on with: does it again, without all techniques, and without each,
-/// as long as there is time. The section's record says how that went; each trial has one in a folder of its own.
+/// Looks for what it is that `section`, which has failed, does not get on with: does it again, without all techniques,
+/// and without each, as long as there is time. The section's record says how that went; each trial has one in a folder
+/// of its own.
 fn search(args: &Args, section: Section, end: Instant) -> Outcome {
     // Of what is left out already there is nothing to find.
     let rest: Vec<Technique> =

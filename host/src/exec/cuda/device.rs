@@ -1,5 +1,6 @@
-//! What lies on the device, and how the host gets at it between runs. It is one allocation: the image's sections, the counters and what else is
-//! the kernel's own, then the bindings. What it begins with is uploaded by several threads; all else goes through one stage of pinned memory.
+//! What lies on the device, and how the host gets at it between runs. It is one allocation: the image's sections, the
+//! counters and what else is the kernel's own, then the bindings. What it begins with is uploaded by several threads;
+//! all else goes through one stage of pinned memory.
 
 use super::CudaNewError;
 use super::resources::Resources;
@@ -45,7 +46,8 @@ pub(super) struct Room {
 }
 
 impl Layout {
-    /// Of `image`, whose sections are `sections`, with `bindings`; there is room for the times of `n_trace` tasks of each worker.
+    /// Of `image`, whose sections are `sections`, with `bindings`; there is room for the times of `n_trace` tasks of
+    /// each worker.
     pub(super) fn new(image: &Image, sections: &Sections<'_>, bindings: &[Binding], n_trace: u32) -> Layout {
         let view = image.view();
         let mut layout = Layout::default();
@@ -114,7 +116,8 @@ impl Device {
         Ok(Device { resources, layout, base, stage, stream, side })
     }
 
-    /// Brings what there is of the image and the bindings, and zeroes all else; `progress` is called with the bytes that have been handed over.
+    /// Brings what there is of the image and the bindings, and zeroes all else; `progress` is called with the bytes
+    /// that have been handed over.
     ///
     /// # Safety
     /// `sections` and `bindings` are those of the layout, and nothing runs.

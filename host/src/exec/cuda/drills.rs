@@ -50,7 +50,8 @@ impl Cuda {
         self.is_tracing = is_tracing;
     }
 
-    /// When each worker ran the first [`Options::n_trace`](super::Options::n_trace) tasks of the last run that took times; waits for a run to end.
+    /// When each worker ran the first [`Options::n_trace`](super::Options::n_trace) tasks of the last run that took
+    /// times; waits for a run to end.
     ///
     /// # Errors
     /// A device that is lost.

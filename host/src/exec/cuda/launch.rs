@@ -1,10 +1,10 @@
 //! The launches of a run, and the word that ends it.
 //!
-//! *The persistent kernel* is launched once.
-//! *Operator by operator.* A program is a CUDA graph, a chain of its [operators](operators()): each begins when the one before
-//! has ended, so there are no events, and loaders bring what their own task takes. The step lies in the control block on the device, where `advance` moves
-//! it on, so one graph serves every pass. The host knows which programs follow each other, but for an end that comes early, and
-//! launches [`AHEAD`] passes ahead: on the way from one to the next nobody waits for the host. Passes launched beyond the end
+//! *The persistent kernel* is launched once. *Operator by operator.* A program is a CUDA graph, a chain of its
+//! [operators](operators()): each begins when the one before has ended, so there are no events, and loaders bring what
+//! their own task takes. The step lies in the control block on the device, where `advance` moves it on, so one graph
+//! serves every pass. The host knows which programs follow each other, but for an end that comes early, and launches
+//! [`AHEAD`] passes ahead: on the way from one to the next nobody waits for the host. Passes launched beyond the end
 //! see another program in the step, or none, and do nothing.
 
 use super::Mode;
@@ -93,8 +93,8 @@ impl Launches {
         matches!(self.kernels, Kernels::Persistent(_))
     }
 
-    /// Launches a run from `control`, `iteration` iterations after the counters were zeroed, which takes the times of `n_trace` tasks of each
-    /// worker. Nothing has been heard of it.
+    /// Launches a run from `control`, `iteration` iterations after the counters were zeroed, which takes the times of
+    /// `n_trace` tasks of each worker. Nothing has been heard of it.
     pub(super) fn begin(
         &mut self,
         device: &Device,
@@ -136,8 +136,8 @@ impl Launches {
         Ok(())
     }
 
-    /// Whether the run goes on when what has been launched has ended, and `heard` passes have been heard of. Passes that have ended
-    /// without being heard of came after the loop's end.
+    /// Whether the run goes on when what has been launched has ended, and `heard` passes have been heard of. Passes
+    /// that have ended without being heard of came after the loop's end.
     pub(super) fn has_more(&self, heard: usize) -> bool {
         !self.passes.is_empty() && heard == self.n_launched
     }
@@ -175,9 +175,10 @@ impl StopWord {
             let _entered = gpu.enter()?;
             // The whole of it, which may go to other threads as its address alone may not.
             let flag = flag;
-            // SAFETY: `stop` is a word of the control block that the host may write at any time; the flag is never written
-            // again; all is there until the executor is dropped, which closes the stopper before. Nobody waits for the copy,
-            // lest a GPU that does not answer stop the host, too: before the word is written otherwise, `settle` does.
+            // SAFETY: `stop` is a word of the control block that the host may write at any time; the flag is never
+            // written again; all is there until the executor is dropped, which closes the stopper before. Nobody waits
+            // for the copy, lest a GPU that does not answer stop the host, too: before the word is written otherwise,
+            // `settle` does.
             unsafe { gpu.driver().copy_in(to, flag.host, 4, side) }
         };
         // A device that is lost says so to whoever waits for the run's end.

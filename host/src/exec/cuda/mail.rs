@@ -1,5 +1,5 @@
-//! What the host sees of a run that is under way: the [mailbox](perpetua_shared::launch::Mail), pinned memory that the kernel writes and never
-//! waits for, and what has been read there.
+//! What the host sees of a run that is under way: the [mailbox](perpetua_shared::launch::Mail), pinned memory that the
+//! kernel writes and never waits for, and what has been read there.
 
 use super::device::Device;
 use super::launch::steps;
@@ -79,13 +79,14 @@ impl Mailbox {
         seen
     }
 
-    /// When each pass ended, of a run that was `launched` then and has `finished`, if it has. The GPU's clock tells the distances between passes,
-    /// the host's the time of the last.
+    /// When each pass ended, of a run that was `launched` then and has `finished`, if it has. The GPU's clock tells the
+    /// distances between passes, the host's the time of the last.
     pub(super) fn stamps(&self, launched: Instant, finished: Option<Instant>) -> Vec<Instant> {
         let seen = self.look();
         let finished = finished.unwrap_or_else(Instant::now);
         let mail = |pass| self.memory.host.cast::<Mail>().wrapping_add(seen.entry(pass));
-        // SAFETY: inside the mailbox, and written before the words that have been seen, or at the kernel's end at the latest.
+        // SAFETY: inside the mailbox, and written before the words that have been seen, or at the kernel's end at the
+        // latest.
         let stamp = |pass: usize| unsafe { (&raw const (*mail(pass)).stamp_ns).read_volatile() };
         let last = seen.passes().checked_sub(1).map_or(0, stamp);
         let ago = |pass| Duration::from_nanos(last.saturating_sub(stamp(pass)));
@@ -96,7 +97,8 @@ impl Mailbox {
 /// Which entries of the mailbox the passes of a run write.
 #[derive(Debug, Default)]
 pub(super) struct Post {
-    /// Of the passes that read prompts and make no token, which come first: where the last token that each reads stands in the token buffer.
+    /// Of the passes that read prompts and make no token, which come first: where the last token that each reads stands
+    /// in the token buffer.
     reads: Vec<usize>,
     /// Where the next token of each sequence will stand, in the token buffer, too, when the run begins.
     first: Vec<usize>,

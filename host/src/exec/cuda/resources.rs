@@ -1,4 +1,5 @@
-//! What an executor has of the driver. Each thing is noted as soon as it is made, so all is given back however far the making came.
+//! What an executor has of the driver. Each thing is noted as soon as it is made, so all is given back however far the
+//! making came.
 
 use crate::cuda::driver::{CudaError, DevicePtr, Driver, GraphExec, Module, Pinned, Stream};
 use crate::cuda::{Entered, Gpu, GpuError};
@@ -79,7 +80,8 @@ impl Resources {
         self.is_lost = true;
     }
 
-    /// Makes the context current, unless a kernel runs there that does not end: whoever waited for a stream would wait for it.
+    /// Makes the context current, unless a kernel runs there that does not end: whoever waited for a stream would wait
+    /// for it.
     pub(super) fn enter(&self) -> Result<Entered<'_>, CudaError> {
         if self.is_lost {
             let name = "the kernel does not end".to_owned();

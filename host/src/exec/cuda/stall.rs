@@ -1,7 +1,7 @@
 //! What is made of a run of which nothing is heard: how long it is waited for, and where its workers were.
 //!
-//! A kernel ends by itself, if only because a wait has outlasted its bound. One of which nothing has been heard for several times as long is
-//! told to stop, and given up when that was in vain.
+//! A kernel ends by itself, if only because a wait has outlasted its bound. One of which nothing has been heard for
+//! several times as long is told to stop, and given up when that was in vain.
 
 use super::Options;
 use super::device::Device;
@@ -102,8 +102,8 @@ fn of_a_run(what: String) -> RunError {
     RunError::Defect { task: "a run".to_owned(), worker: "the GPU".to_owned(), what }
 }
 
-/// Where workers say which task each began last, one more than its number: on the device, or, if it is recorded, in memory of the host, where
-/// it is told whatever the device does.
+/// Where workers say which task each began last, one more than its number: on the device, or, if it is recorded, in
+/// memory of the host, where it is told whatever the device does.
 #[derive(Debug)]
 pub(super) struct Positions {
     recorder: Option<Pinned>,
@@ -157,8 +157,8 @@ impl Positions {
     }
 }
 
-/// `words`, one more than the task of `image` that each worker began last, in words: equal ones together, the rarest (those that are behind)
-/// first.
+/// `words`, one more than the task of `image` that each worker began last, in words: equal ones together, the rarest
+/// (those that are behind) first.
 fn places(image: &Image, words: &[u32]) -> String {
     let mut at: BTreeMap<String, Vec<usize>> = BTreeMap::new();
     for (worker, word) in words.iter().enumerate() {

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-/// Bytes this process could still be given, where the system says so: what the machine has, and no more than what its control
-/// groups and its own limit on addresses leave. File pages that nobody has to keep count as free.
+/// Bytes this process could still be given, where the system says so: what the machine has, and no more than what its
+/// control groups and its own limit on addresses leave. File pages that nobody has to keep count as free.
 pub fn available_bytes() -> Option<u64> {
     let read = |path: &str| std::fs::read_to_string(path).ok();
     let machine = read("/proc/meminfo").and_then(|text| field(&text, "MemAvailable:"));
@@ -53,8 +53,8 @@ fn of_groups(root: &Path, membership: &str) -> Option<u64> {
     groups.min()
 }
 
-/// The least that the group at `path` and those above it leave. A container may not see some of them; `root` itself is then
-/// its own.
+/// The least that the group at `path` and those above it leave. A container may not see some of them; `root` itself is
+/// then its own.
 fn of_group(root: &Path, path: &str, files: &Files) -> Option<u64> {
     let folder = root.join(path.trim_start_matches('/'));
     let levels = folder.ancestors().take_while(|level| level.starts_with(root));

@@ -1,8 +1,8 @@
 //! How many workers there are, and which cores they run on.
 //!
-//! How many: one for each core that the affinity mask of the calling thread allows, but no more than the CPU time that the
-//! process's control groups grant it lasts for. Which: an engine takes the cores to which the fewest workers of this process
-//! are pinned, so that engines side by side share none as long as there are enough.
+//! How many: one for each core that the affinity mask of the calling thread allows, but no more than the CPU time that
+//! the process's control groups grant it lasts for. Which: an engine takes the cores to which the fewest workers of
+//! this process are pinned, so that engines side by side share none as long as there are enough.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -10,9 +10,9 @@ use std::sync::{Mutex, PoisonError};
 /// Where an engine's workers run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Pinning {
-    /// Each on a core of its own, of those that the calling thread may use one that the fewest workers of this process are
-    /// pinned to. Where there are more workers than cores, or a control group grants the process less time than its cores
-    /// have, the system places them: it knows what else runs there.
+    /// Each on a core of its own, of those that the calling thread may use one that the fewest workers of this process
+    /// are pinned to. Where there are more workers than cores, or a control group grants the process less time than its
+    /// cores have, the system places them: it knows what else runs there.
     #[default]
     Apart,
     /// On these cores, in order; workers beyond the last where the system puts them.
@@ -41,8 +41,8 @@ impl Claim {
         }
     }
 
-    /// The `n` of `cores` that the fewest workers are pinned to, the first of those that are equal; all, in their order, where
-    /// there are no more.
+    /// The `n` of `cores` that the fewest workers are pinned to, the first of those that are equal; all, in their
+    /// order, where there are no more.
     fn among(mut cores: Vec<usize>, n: usize) -> Claim {
         let mut pinned = PINNED.lock().unwrap_or_else(PoisonError::into_inner);
         if n < cores.len() {
@@ -108,8 +108,8 @@ pub fn allowed_cores() -> Vec<usize> {
     (0..usable_cores()).collect()
 }
 
-/// How many threads can run at once: as many as there are [`allowed_cores`], or as a control group's quota of CPU time lasts
-/// for, whichever is less.
+/// How many threads can run at once: as many as there are [`allowed_cores`], or as a control group's quota of CPU time
+/// lasts for, whichever is less.
 pub fn usable_cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }

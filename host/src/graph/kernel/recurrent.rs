@@ -50,7 +50,8 @@ pub enum Gate {
     Silu,
 }
 
-/// What [`KernelGraph::gated`] normalises: a head divided by the root of its mean square and `eps`, times weights `w`, `[d]`.
+/// What [`KernelGraph::gated`] normalises: a head divided by the root of its mean square and `eps`, times weights `w`,
+/// `[d]`.
 #[derive(Clone, Copy, Debug)]
 pub enum GateNorm {
     /// Nothing.
@@ -72,8 +73,9 @@ pub enum GateNorm {
 }
 
 impl KernelGraph {
-    /// y[r,c] = act(sum over j of w[c,j] * u[r + j + 1 - taps, c] + bias[c]) (* scale[r,c]), u = x (* gate), as `[rows, n]`. The last rows of u are kept in
-    /// a state called `state`, `[taps - 1, n]` f32, for the pass after. In the pass over a batch each sequence has its own row and state, and an operator.
+    /// y[r,c] = act(sum over j of w[c,j] * u[r + j + 1 - taps, c] + bias[c]) (* scale[r,c]), u = x (* gate), as `[rows,
+    /// n]`. The last rows of u are kept in a state called `state`, `[taps - 1, n]` f32, for the pass after. In the pass
+    /// over a batch each sequence has its own row and state, and an operator.
     pub fn causal_conv(&mut self, name: &str, args: ConvArgs, state: &str) -> Result<TensorId, GraphError> {
         let [rows, n] = self.matrix(name, "x", args.x)?;
         let y = self.intermediate(name, &[rows, n], DType::F32)?;
@@ -106,9 +108,10 @@ impl KernelGraph {
         self.add::<CausalConv>(name, &params, &operands, &[columns])
     }
 
-    /// Linear attention by the gated delta rule, or a state space, as `[rows, key_heads * group * d_v]`: see [`perpetua_device::kernels::recurrence`]. What it knows of the
-    /// rows before is kept in a state called `state`, `[key_heads, group, d_v, d_k]` f32. In the pass over a batch each sequence has its own row and
-    /// state, and an operator.
+    /// Linear attention by the gated delta rule, or a state space, as `[rows, key_heads * group * d_v]`: see
+    /// [`perpetua_device::kernels::recurrence`]. What it knows of the rows before is kept in a state called `state`,
+    /// `[key_heads, group, d_v, d_k]` f32. In the pass over a batch each sequence has its own row and state, and an
+    /// operator.
     pub fn recurrence(&mut self, name: &str, args: RecurrenceArgs, state: &str) -> Result<TensorId, GraphError> {
         let [rows, heads, group, d_v] = self.dims_of(name, "v", args.v)?;
         let flat = self.intermediate(name, &[rows, heads * group * d_v], DType::F32)?;
@@ -144,8 +147,8 @@ impl KernelGraph {
         self.add::<Recurrence>(name, &recurrence::Params {}, &operands, &cuts)
     }
 
-    /// x * f(`by`), f what `gate` says, normalised head by head as `norm` says. x: `[rows, heads, d]`; `by`: the same, or `[rows, heads, 1]`; the result:
-    /// `[rows, heads * d]`.
+    /// x * f(`by`), f what `gate` says, normalised head by head as `norm` says. x: `[rows, heads, d]`; `by`: the same,
+    /// or `[rows, heads, 1]`; the result: `[rows, heads * d]`.
     pub fn gated(
         &mut self,
         name: &str,
@@ -171,7 +174,8 @@ impl KernelGraph {
         Ok(flat)
     }
 
-    /// Calls `each` once, for all rows, or in the pass over a batch for every sequence, with operators belonging to it, and for the row of its number.
+    /// Calls `each` once, for all rows, or in the pass over a batch for every sequence, with operators belonging to it,
+    /// and for the row of its number.
     fn each_of_batch(
         &mut self,
         name: &str,

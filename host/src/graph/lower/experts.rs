@@ -1,11 +1,13 @@
 //! Mixtures of experts in passes of several rows: an expert's rows are multiplied together.
 //!
-//! Of [`ExpertsUp`] and the [`ExpertsDown`] after it, whose tasks choose experts row by row, become [`ExpertRoutes`], which writes down
-//! whom each row goes to, two [`RoutedLinear`]s, whose tasks share the work as those have found it, and [`SlotSum`].
+//! Of [`ExpertsUp`] and the [`ExpertsDown`] after it, whose tasks choose experts row by row, become [`ExpertRoutes`],
+//! which writes down whom each row goes to, two [`RoutedLinear`]s, whose tasks share the work as those have found it,
+//! and [`SlotSum`].
 //!
-//! PERF: the second product writes what each slot has made, f32, and the sum reads it: 512 rows of Qwen3-30B-A3B's are 33 MB there and
-//! back through L2, 12 us, beside 94 us for the product's weights, and a hop. A cut along columns could add in its own order and
-//! needs neither; but each of 128 blocks of 16 columns would read all slots' rows, 805 MB, 146 us.
+//! PERF: the second product writes what each slot has made, f32, and the sum reads it: 512 rows of Qwen3-30B-A3B's are
+//! 33 MB there and back through L2, 12 us, beside 94 us for the product's weights, and a hop. A cut along columns could
+//! add in its own order and needs neither; but each of 128 blocks of 16 columns would read all slots' rows, 805 MB, 146
+//! us.
 
 use super::*;
 use crate::graph::kernel::GraphError;
@@ -45,7 +47,8 @@ struct Experts {
 }
 
 impl Experts {
-    /// Those of operator `at` of `ops`, if it is the first of two that can have their rows together, and where the second is.
+    /// Those of operator `at` of `ops`, if it is the first of two that can have their rows together, and where the
+    /// second is.
     fn of(table: &mut TensorTable, ops: &[&Operator], at: usize) -> Result<Option<(usize, Experts)>, GraphError> {
         let is = |op: &Operator, task_type: u16| op.kernel.task_type == task_type && op.cut.is_none();
         let up = ops[at];

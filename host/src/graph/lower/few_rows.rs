@@ -1,10 +1,13 @@
-//! [`Cut::PerWorker`], passes of a few rows, those of small batches and of guesses: [`many_rows`] whose products take their weights from tiles, as
-//! [one row's](super::per_worker) do, so that these are on their way while workers wait for each other.
+//! [`Cut::PerWorker`], passes of a few rows, those of small batches and of guesses: [`many_rows`] whose products take
+//! their weights from tiles, as [one row's](super::per_worker) do, so that these are on their way while workers wait
+//! for each other.
 //!
-//! A product is cut into as many blocks of columns as there are workers, or nearly: by eights, since four columns are finished at once. What else uses
-//! the tiles' memory has [a part of it](perpetua_device::kernels::MacroKernel::beside_tiles) for itself: the activations of each product, and the
-//! blocks of keys and values that attention takes where a head's queries are more than those of one row may be; else rows are cut so that they are
-//! not. Where too little is left for tiles, rows are too many or too long, or weights are in fewer bits, all is done as with many.
+//! A product is cut into as many blocks of columns as there are workers, or nearly: by eights, since four columns are
+//! finished at once. What else uses the tiles' memory has [a part of
+//! it](perpetua_device::kernels::MacroKernel::beside_tiles) for itself: the activations of each product, and the blocks
+//! of keys and values that attention takes where a head's queries are more than those of one row may be; else rows are
+//! cut so that they are not. Where too little is left for tiles, rows are too many or too long, or weights are in fewer
+//! bits, all is done as with many.
 
 use super::many_rows::{Sizes, is_product, n_matrices, sizes};
 use super::*;
@@ -14,7 +17,8 @@ use perpetua_device::kernels::Rope;
 /// Columns that take a block as long as all that it does besides: fetching its rows of activations above all.
 const BLOCK_COLUMNS: u64 = 8;
 
-/// Has `lowered`, the operators of `graph` as others cut them, leave tiles the memory that they need, if all products can take them. Whether they can.
+/// Has `lowered`, the operators of `graph` as others cut them, leave tiles the memory that they need, if all products
+/// can take them. Whether they can.
 pub(super) fn take_tiles(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: &Target) -> bool {
     let few = 2..=linear::MOST_FEW;
     let are_few = target.has_loaders && decodes(graph) && graph.rows.is_some_and(|rows| few.contains(&rows));
@@ -44,8 +48,8 @@ pub(super) fn take_tiles(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, ta
     has_room
 }
 
-/// Of `op`, if it is an attention whose rows can be attended to as one row's queries are in decoding, where these are few: how many blocks of rows it has at
-/// least. See the device's `attention::group`.
+/// Of `op`, if it is an attention whose rows can be attended to as one row's queries are in decoding, where these are
+/// few: how many blocks of rows it has at least. See the device's `attention::group`.
 pub(super) fn row_blocks(op: &Operator, table: &TensorTable) -> Option<u32> {
     let (Attention::TASK_TYPE, None, &[Some(q), Some(k), Some(v), ..]) = (op.kernel.task_type, &op.cut, &op.slots[..])
     else {
@@ -64,7 +68,8 @@ pub(super) fn row_blocks(op: &Operator, table: &TensorTable) -> Option<u32> {
 /// Queries that such an attention takes at once.
 pub(super) const QUERIES_AT_ONCE: u64 = 8;
 
-/// Whether `op` can be in such a pass: products of all its rows by matrices in bf16 whose rows are not too long, experts' none.
+/// Whether `op` can be in such a pass: products of all its rows by matrices in bf16 whose rows are not too long,
+/// experts' none.
 fn can_be(op: &Operator, table: &TensorTable, machine: &Machine) -> bool {
     if op.slots.iter().flatten().any(|t| table.is_stack(*t)) {
         return false;
@@ -93,8 +98,8 @@ pub(super) fn room(graph: &ThreadBlockGraph) -> [u64; 2] {
     each.fold([0; 2], |[bodies, rows], [body, row]| [bodies.max(body), rows.max(row)])
 }
 
-/// The sides of the parts, a block each, with which `group`, products that run side by side, is done first: all rows, and as many columns, of each
-/// matrix, as divide all products'.
+/// The sides of the parts, a block each, with which `group`, products that run side by side, is done first: all rows,
+/// and as many columns, of each matrix, as divide all products'.
 pub(super) fn shape(group: &[&Operator], table: &TensorTable, workers: u64) -> [u64; 2] {
     let each = || group.iter().map(|op| sizes(op, table));
     let matrices = each().map(|sizes| sizes.matrices).max().unwrap_or(1);

@@ -2,11 +2,11 @@
 //!
 //! - A [`RmsNorm`] whose result only products read goes into them: each normalises its row itself.
 //! - A [`SelectRow`] of one row is that row: who reads it reads what it was selected from.
-//! - [`Rope`] and the [`Attention`] over the cache it appends to become one [`DecodeAttention`]; in the pass over a batch, too, in
-//!   which each sequence has them for itself, over its own row.
+//! - [`Rope`] and the [`Attention`] over the cache it appends to become one [`DecodeAttention`]; in the pass over a
+//!   batch, too, in which each sequence has them for itself, over its own row.
 //!
-//! An operator goes where its last reader is, so nothing it reads may be written in between, and nothing else may read what
-//! it no longer makes. Tensors that nobody makes any more stay in the table, without bytes.
+//! An operator goes where its last reader is, so nothing it reads may be written in between, and nothing else may read
+//! what it no longer makes. Tensors that nobody makes any more stay in the table, without bytes.
 
 use super::*;
 use crate::graph::kernel::GraphError;
@@ -67,8 +67,8 @@ struct Ops<'a> {
     graph: &'a KernelGraph,
     /// By their first numbers; `None` where there is none any more.
     all: Vec<Option<Operator>>,
-    /// Per buffer that some operator writes, those that touch it, in order, and perhaps some that no longer do: so nobody looks through all
-    /// of them. Of a buffer there are a few for each sequence of a batch at most.
+    /// Per buffer that some operator writes, those that touch it, in order, and perhaps some that no longer do: so
+    /// nobody looks through all of them. Of a buffer there are a few for each sequence of a batch at most.
     touching: Vec<Vec<usize>>,
 }
 
@@ -123,7 +123,8 @@ impl<'a> Ops<'a> {
     }
 }
 
-/// Where in every stretch of `apart` elements those of `tensor` lie, the first and the last, if that is the same in each.
+/// Where in every stretch of `apart` elements those of `tensor` lie, the first and the last, if that is the same in
+/// each.
 fn within(tensor: &DTensor, apart: usize) -> Option<[usize; 2]> {
     let inner = tensor.shape.iter().zip(&tensor.strides).filter(|(_, stride)| !stride.is_multiple_of(apart));
     let first = tensor.offset_elems % apart;
@@ -131,7 +132,8 @@ fn within(tensor: &DTensor, apart: usize) -> Option<[usize; 2]> {
     (last < apart).then_some([first, last])
 }
 
-/// Whether `a` and `b`, of one buffer, take turns in it, as queries do with their gates: then they have no byte in common.
+/// Whether `a` and `b`, of one buffer, take turns in it, as queries do with their gates: then they have no byte in
+/// common.
 fn alternate(a: &DTensor, b: &DTensor) -> bool {
     a.strides.iter().filter(|apart| **apart > 1).any(|apart| match (within(a, *apart), within(b, *apart)) {
         (Some([first, last]), Some([from, to])) => last < from || to < first,

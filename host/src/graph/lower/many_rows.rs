@@ -1,25 +1,29 @@
 //! [`Cut::PerWorker`], passes of several rows: products on the tensor cores of workers that share what they read
 //! through a cache.
 //!
-//! - An activation that only products with weights in bf16 or fewer bits read is bf16: they round it anyway, and then copy it as it is.
-//! - Such products are cut along rows and columns, a block for each part: see [`shape`]; those of [a few rows](super::few_rows), whose weights come in
-//!   tiles, along columns alone.
+//! - An activation that only products with weights in bf16 or fewer bits read is bf16: they round it anyway, and then
+//!   copy it as it is.
+//! - Such products are cut along rows and columns, a block for each part: see [`shape`]; those of [a few
+//!   rows](super::few_rows), whose weights come in tiles, along columns alone.
 //! - [Experts](super::experts) have all their rows together.
 //! - A norm between two such products goes [into both](norms_into_products).
-//! - In the pass over a batch each sequence's attention is [one operator](super::fuse), and cut along positions, too, as that of passes over
-//!   one row: as far as its share of the workers goes. Merges come after all sequences' attention, since a worker does one thing after another:
-//!   what waits for others' shares would keep it from the next sequence's.
-//! - The attention of several rows of a sequence is cut along positions, too, where its rows are few and the positions many.
+//! - In the pass over a batch each sequence's attention is [one operator](super::fuse), and cut along positions, too,
+//!   as that of passes over one row: as far as its share of the workers goes. Merges come after all sequences'
+//!   attention, since a worker does one thing after another: what waits for others' shares would keep it from the next
+//!   sequence's.
+//! - The attention of several rows of a sequence is cut along positions, too, where its rows are few and the positions
+//!   many.
 
 use super::*;
 use crate::machine::part;
 use perpetua_device::kernels::{AttentionMerge, DecodeAttention, GatedLinear, Linear, RmsNorm, rms_norm};
 
-/// Sides of the parts that a product's body computes at once: rows of x, and of the weights. See the device's `gpu::warpgroup`.
+/// Sides of the parts that a product's body computes at once: rows of x, and of the weights. See the device's
+/// `gpu::warpgroup`.
 const SHAPES: [[u64; 2]; 5] = [[64, 16], [64, 32], [64, 64], [64, 128], [128, 128]];
 
-/// Rows of the weights that a part may have besides, multiplied as the next more of [`SHAPES`], if all parts have as many and x has no more:
-/// every part reads all of x anew.
+/// Rows of the weights that a part may have besides, multiplied as the next more of [`SHAPES`], if all parts have as
+/// many and x has no more: every part reads all of x anew.
 const NARROWER: [u64; 7] = [8, 24, 40, 48, 80, 96, 112];
 
 /// Cuts `graph`, a pass over several rows.
@@ -69,9 +73,10 @@ struct Shares {
     merges: u32,
 }
 
-/// How `op`, an attention that is cut into `blocks` blocks of rows, is better cut along positions, too: so that the bytes read and written one after
-/// the other are fewest, a share's keys and values, what it found, and what a merge reads of all shares, behind a hop. The body takes
-/// [`QUERIES_AT_ONCE`] queries with the keys and values of one; or, if rows are in so many blocks at least, `few`, a few, and does not keep these waiting.
+/// How `op`, an attention that is cut into `blocks` blocks of rows, is better cut along positions, too: so that the
+/// bytes read and written one after the other are fewest, a share's keys and values, what it found, and what a merge
+/// reads of all shares, behind a hop. The body takes [`QUERIES_AT_ONCE`] queries with the keys and values of one; or,
+/// if rows are in so many blocks at least, `few`, a few, and does not keep these waiting.
 fn shares_of(table: &TensorTable, op: &Operator, blocks: u32, few: Option<u32>, target: &Target) -> Option<Shares> {
     let (Attention::TASK_TYPE, None, &[Some(q), Some(k), Some(v), ..]) = (op.kernel.task_type, &op.cut, &op.slots[..])
     else {
@@ -105,7 +110,8 @@ fn shares_of(table: &TensorTable, op: &Operator, blocks: u32, few: Option<u32>, 
     (read(best.blocks, best.n) + merge(best.n) < read(blocks, 1)).then_some(best)
 }
 
-/// Queries that attention of several rows takes together: a warpgroup's. Keys and values take about as long there as to come from L2. See the device's `attention`.
+/// Queries that attention of several rows takes together: a warpgroup's. Keys and values take about as long there as to
+/// come from L2. See the device's `attention`.
 const QUERIES_AT_ONCE: u64 = 64;
 
 /// Cuts attention along positions, where that is better: see [`shares_of`].
@@ -121,7 +127,8 @@ fn share_positions(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: 
     lowered.ops = ops;
 }
 
-/// Cuts `block`, the attention `op`, as `shares` say. What a share finds goes to a tensor of its own, of which the operator returned makes the result.
+/// Cuts `block`, the attention `op`, as `shares` say. What a share finds goes to a tensor of its own, of which the
+/// operator returned makes the result.
 fn share(table: &mut TensorTable, op: &Operator, block: &mut BlockOp, shares: Shares) -> Option<BlockOp> {
     let kernel = block.kernel.as_mut()?;
     let [rows, heads, group, d] = table[op.slots[attention::slot::Q]?].shape[..] else { return None };
@@ -144,7 +151,8 @@ fn share(table: &mut TensorTable, op: &Operator, block: &mut BlockOp, shares: Sh
     Some(per_worker::merge_of(block, flags, [parts, y], Some([rows as u32, shares.merges])))
 }
 
-/// `ops` with each merge moved behind the attention that follows it, of other sequences, as far as neither touches what the other writes.
+/// `ops` with each merge moved behind the attention that follows it, of other sequences, as far as neither touches what
+/// the other writes.
 fn merges_last(ops: Vec<BlockOp>, table: &TensorTable) -> Vec<BlockOp> {
     let is = |op: &BlockOp, task_type: u16| op.kernel.is_some_and(|kernel| kernel.task_type == task_type);
     let clash = |a: &Access, b: &Access| {
@@ -168,8 +176,9 @@ fn merges_last(ops: Vec<BlockOp>, table: &TensorTable) -> Vec<BlockOp> {
     ordered
 }
 
-/// Has the products before and after a norm do what it does, and leaves it out: what is between two products is a hop then, where it was two and a
-/// norm. Before it may also be another norm, that is added to something. See the device's [`linear`].
+/// Has the products before and after a norm do what it does, and leaves it out: what is between two products is a hop
+/// then, where it was two and a norm. Before it may also be another norm, that is added to something. See the device's
+/// [`linear`].
 fn norms_into_products(graph: &KernelGraph, lowered: &mut ThreadBlockGraph) {
     let mut touching = vec![Vec::new(); lowered.table.buffers.len()];
     for (number, op) in lowered.ops.iter().enumerate() {
@@ -216,8 +225,8 @@ fn norm_slot(task_type: u16) -> Option<usize> {
 /// How a product that is [cut in two](cut_in_two) has x.
 const OF_ROWS: [Option<u8>; GRID_AXES] = [None, Some(0), None];
 
-/// An operator that can make what a product after a norm reads: the slots of what it makes without that, and of `weights`, `weighted` and `squares`; how it
-/// has what it makes, and weights.
+/// An operator that can make what a product after a norm reads: the slots of what it makes without that, and of
+/// `weights`, `weighted` and `squares`; how it has what it makes, and weights.
 #[derive(Clone, Copy, Debug)]
 struct Before {
     y: usize,
@@ -350,7 +359,8 @@ pub(super) fn is_product(op: &Operator, table: &TensorTable) -> bool {
     n > 0 && are_taken && op.slots[X].is_some_and(|x| table[x].shape[0] > 1)
 }
 
-/// Per buffer, whether it is of f32, and one operator writes it and only [products](is_product), experts' too, read it, as x.
+/// Per buffer, whether it is of f32, and one operator writes it and only [products](is_product), experts' too, read it,
+/// as x.
 fn read_by_products(graph: &KernelGraph) -> Vec<bool> {
     let table = &graph.table;
     let mut fits: Vec<bool> = table.buffers.iter().map(|buffer| buffer.kind == BufferKind::Intermediate).collect();

@@ -1,9 +1,9 @@
 //! Kernel graph to thread-block graph: every operator gets its grid, for a target.
 //!
-//! Under [`Cut::TaskBytes`] columns of a weight matrix are cut so that a task reads about [`Target::task_bytes`] of weights
-//! (small enough to balance, large enough that an event costs nothing beside it), but into at least one block per worker
-//! where there are columns enough. Heads are cut one by one, and rows too when there are fewer heads than workers;
-//! row-wise operators are cut into a block per worker once they have enough work.
+//! Under [`Cut::TaskBytes`] columns of a weight matrix are cut so that a task reads about [`Target::task_bytes`] of
+//! weights (small enough to balance, large enough that an event costs nothing beside it), but into at least one block
+//! per worker where there are columns enough. Heads are cut one by one, and rows too when there are fewer heads than
+//! workers; row-wise operators are cut into a block per worker once they have enough work.
 //!
 //! [`Cut::PerWorker`]: see [`per_worker`] for passes of one row, [`many_rows`] for others. Graphs that do not decode:
 //! [`whole_pass`].
@@ -42,8 +42,8 @@ const _: () = {
 pub enum Cut {
     /// Into tasks of about [`Target::task_bytes`].
     TaskBytes,
-    /// In passes of one row into a block per worker, in those of several into parts that share what they read; graphs that do
-    /// not say how many rows they have, as [`Cut::TaskBytes`].
+    /// In passes of one row into a block per worker, in those of several into parts that share what they read; graphs
+    /// that do not say how many rows they have, as [`Cut::TaskBytes`].
     PerWorker,
 }
 
@@ -56,7 +56,8 @@ pub struct Target {
     pub n_workers: u32,
     /// Bytes of weights a task should read.
     pub task_bytes: u64,
-    /// Whether tasks of 8 rows or more pack all their activations, each for itself: then there are as few as workers, of any size.
+    /// Whether tasks of 8 rows or more pack all their activations, each for itself: then there are as few as workers,
+    /// of any size.
     pub packs_rows: bool,
     /// Columns a block should have a multiple of, where that is possible: what the inner loops handle at once.
     pub column_granule: u32,
@@ -80,9 +81,9 @@ impl Target {
     /// CPU threads: 512 KiB of weights are 13 to 30 us of one core's bandwidth, and half of what it may ask for ahead
     /// (`Machine::CPU`).
     ///
-    /// PERF: the four streams of a task begin at other places than those of the task before ended, and the hardware's own
-    /// prefetching has to find them again: with 192 KiB two cores read weights at 62 GB/s, with 512 KiB at 65, with 1 to 4 MiB at 66
-    /// to 67, of 74 to 80 (Turin, 2026-11-24; docs/cpu.md).
+    /// PERF: the four streams of a task begin at other places than those of the task before ended, and the hardware's
+    /// own prefetching has to find them again: with 192 KiB two cores read weights at 62 GB/s, with 512 KiB at 65, with
+    /// 1 to 4 MiB at 66 to 67, of 74 to 80 (Turin, 2026-11-24; docs/cpu.md).
     ///
     /// PERF: in passes of many rows packing took 10 % of the time with tasks of 192 KiB (MiniLM, 128 tokens); with tasks ten
     /// times as large it takes 4 %, and qwen3-0.6b reads a prompt of 512 tokens at 197 tokens/s where it was 173. With a task
@@ -100,8 +101,8 @@ impl Target {
         }
     }
 
-    /// An H200: 132 SMs, whose loaders prefetch across tasks. Where rows are several, 64 KiB are 2 us of an SM's share of
-    /// the memory bandwidth.
+    /// An H200: 132 SMs, whose loaders prefetch across tasks. Where rows are several, 64 KiB are 2 us of an SM's share
+    /// of the memory bandwidth.
     pub fn h200() -> Target {
         Target { name: "h200".to_owned(), ..Target::gpu(132) }
     }
@@ -112,15 +113,16 @@ impl Target {
             name: format!("gpu:{n_workers}"),
             cut: Cut::PerWorker,
             split_positions: 64,
-            // Found by predicted steps: with what L2 gives in a hop by flags and a task's own cost, 34 KB, they are up to 7 us longer at 512 positions.
+            // Found by predicted steps: with what L2 gives in a hop by flags and a task's own cost, 34 KB, they are up
+            // to 7 us longer at 512 positions.
             hop_bytes: 80_000,
             has_flags: true,
             ..Target::workers(n_workers)
         }
     }
 
-    /// A generic target of `n_workers` workers, which are SMs of an H200 as far as it is planned and predicted; the others say how
-    /// they differ.
+    /// A generic target of `n_workers` workers, which are SMs of an H200 as far as it is planned and predicted; the
+    /// others say how they differ.
     pub fn workers(n_workers: u32) -> Target {
         Target {
             name: format!("workers:{n_workers}"),
@@ -271,8 +273,8 @@ fn cut(op: &Operator, graph: &KernelGraph, target: &Target) -> BlockOp {
     }
 }
 
-/// The operators of `ops` that are `such`, products, those of the same x that follow each other together, as they run side by side; and
-/// where the first of them stands.
+/// The operators of `ops` that are `such`, products, those of the same x that follow each other together, as they run
+/// side by side; and where the first of them stands.
 fn side_by_side<'a, 'b>(ops: &'a [&'b Operator], such: impl Fn(&Operator) -> bool) -> Vec<(usize, &'a [&'b Operator])> {
     let (mut found, mut first) = (Vec::new(), 0);
     for group in ops.chunk_by(|a, b| such(a) && such(b) && a.slots[X] == b.slots[X]) {
@@ -335,7 +337,8 @@ fn column_blocks(op: &Operator, axis: &Axis, table: &TensorTable, target: &Targe
     near.or_else(|| (wanted..=wanted + wanted / 2).find(fits)).unwrap_or(wanted) as u32
 }
 
-/// Into how many parts of equal, whole eights the columns of each of `heads` heads are cut: none where workers go from task to task without a hop.
+/// Into how many parts of equal, whole eights the columns of each of `heads` heads are cut: none where workers go from
+/// task to task without a hop.
 fn head_parts(axis: &Axis, heads: usize, target: &Target) -> u32 {
     let most = target.n_workers as usize / heads;
     let fits = |parts: &usize| axis.len.is_multiple_of(8 * parts);
@@ -372,7 +375,8 @@ pub fn block_operands(
     graph.ops[op.idx()].accesses.iter().map(operand)
 }
 
-/// The operand of a block: `access`'s box of its tensor, without an address (binding 0, offset from the buffer's start).
+/// The operand of a block: `access`'s box of its tensor, without an address (binding 0, offset from the buffer's
+/// start).
 fn block_operand(
     graph: &ThreadBlockGraph,
     op: super::tensor::OpId,

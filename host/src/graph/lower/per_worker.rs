@@ -1,15 +1,16 @@
-//! [`Cut::PerWorker`]: passes of one row whose workers prefetch across tasks, where bytes must be even and every wait costs a
-//! hop between workers.
+//! [`Cut::PerWorker`]: passes of one row whose workers prefetch across tasks, where bytes must be even and every wait
+//! costs a hop between workers.
 //!
 //! - Operators are [fused](super::fuse) first.
 //! - Products of one activation are cut into as many blocks as there are workers, all together: each into its share by
 //!   bytes, so that every worker has one block of one of them.
-//! - A row-wise operator whose result only products read is *replicated*: as many blocks as the readers have, each making
-//!   its own copy, block `b` of the reader reading copy `b`. Placed on one worker, the pair needs no hop.
+//! - A row-wise operator whose result only products read is *replicated*: as many blocks as the readers have, each
+//!   making its own copy, block `b` of the reader reading copy `b`. Placed on one worker, the pair needs no hop.
 //! - Attention is cut along positions as well as heads: every block writes what it found of its share, and an
-//!   `attention_merge` after it makes the result: a block per head, or, where that reads less than a hop costs, in every block of
-//!   the product that reads it.
-//! - A row that is longer than a body's registers is taken in segments, by so few rows of weights a block that their sums have room.
+//!   `attention_merge` after it makes the result: a block per head, or, where that reads less than a hop costs, in
+//!   every block of the product that reads it.
+//! - A row that is longer than a body's registers is taken in segments, by so few rows of weights a block that their
+//!   sums have room.
 //! - The search for a row's largest element is made by the product that makes the row: each block finds its own.
 
 use super::*;
@@ -100,8 +101,8 @@ fn may_be_copied(ops: &[&Operator], table: &TensorTable, tensor: Option<TensorId
     users.next().is_some_and(|op| is_maker(op)) && users.all(|op| multiplies(op))
 }
 
-/// The operators other than `number` that touch `buffer`, if all are products after it that read `made` whole, cut alike;
-/// and into how many blocks.
+/// The operators other than `number` that touch `buffer`, if all are products after it that read `made` whole, cut
+/// alike; and into how many blocks.
 fn only_products(
     ops: &[Option<&Operator>],
     lowered: &ThreadBlockGraph,
@@ -160,8 +161,8 @@ fn replicate(graph: &KernelGraph, lowered: &mut ThreadBlockGraph) {
 /// A block has the copy whose number it has.
 pub(in crate::graph) const COPY: [Option<u8>; GRID_AXES] = [Some(0), None, None];
 
-/// Makes `copies` copies of `made`, of which each block of the `readers` reads its own from now on: a tensor of `made`'s shape,
-/// copies in place of its one row.
+/// Makes `copies` copies of `made`, of which each block of the `readers` reads its own from now on: a tensor of
+/// `made`'s shape, copies in place of its one row.
 fn copy_out(lowered: &mut ThreadBlockGraph, made: TensorId, readers: &[usize], copies: u32) -> Option<TensorId> {
     let tensor = &lowered.table[made];
     let (buffer, name, dtype) = (tensor.buffer, format!("{} copies", tensor.name), tensor.dtype);
@@ -213,8 +214,9 @@ struct Splits {
     by_readers: bool,
 }
 
-/// How `op` is split for `target`: so that the bytes read one after the other are fewest, a split's keys and values, then the
-/// splits to merge, all heads' by who wants them all, or a head's and a hop's worth. Not at all where it is no attention.
+/// How `op` is split for `target`: so that the bytes read one after the other are fewest, a split's keys and values,
+/// then the splits to merge, all heads' by who wants them all, or a head's and a hop's worth. Not at all where it is no
+/// attention.
 fn splits_of(graph: &KernelGraph, op: &Operator, target: &Target) -> Splits {
     let table = &graph.table;
     let whole = Splits { n: 1, by_readers: true };
@@ -268,8 +270,8 @@ pub(super) fn split_positions(graph: &KernelGraph, lowered: &mut ThreadBlockGrap
     lowered.ops.retain(|_| !left_out.next().unwrap_or(false));
 }
 
-/// Cuts `block`, an attention of one row, `op`, `splits` ways along positions. What it finds goes to a tensor of its own, from
-/// which the operator returned makes the result, which is returned too.
+/// Cuts `block`, an attention of one row, `op`, `splits` ways along positions. What it finds goes to a tensor of its
+/// own, from which the operator returned makes the result, which is returned too.
 fn split(table: &mut TensorTable, op: &Operator, block: &mut BlockOp, splits: u32) -> Option<(BlockOp, TensorId)> {
     let [q, _, y] = attention_slots(op)?;
     let (q, kernel) = (op.slots[q]?, block.kernel.as_mut()?);
@@ -290,8 +292,8 @@ fn split(table: &mut TensorTable, op: &Operator, block: &mut BlockOp, splits: u3
     Some((merge_of(block, flags, [parts, whole.tensor], None), whole.tensor))
 }
 
-/// The operator that makes `y` of what the blocks of `attention`, which has `flags`, leave in `parts`: a block for each head, and, if there are several
-/// rows, so many, for each of so many equal blocks of them.
+/// The operator that makes `y` of what the blocks of `attention`, which has `flags`, leave in `parts`: a block for each
+/// head, and, if there are several rows, so many, for each of so many equal blocks of them.
 pub(super) fn merge_of(
     attention: &BlockOp,
     flags: u16,
@@ -319,8 +321,8 @@ pub(super) fn merge_of(
     }
 }
 
-/// Has the products that read the result `y` of the merge `number` make it themselves, so that nobody needs the merge; says
-/// whether all of them can.
+/// Has the products that read the result `y` of the merge `number` make it themselves, so that nobody needs the merge;
+/// says whether all of them can.
 fn merge_in_readers(
     graph: &KernelGraph,
     lowered: &mut ThreadBlockGraph,

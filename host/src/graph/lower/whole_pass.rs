@@ -1,12 +1,13 @@
 //! Passes of graphs that do not decode: encoders.
 //!
-//! On a target that says so, rows are cut rather than columns, as long as every worker's fill vectors: a worker goes on with
-//! what it has made itself, packs only its rows, and meets the others once a layer, when attention needs all keys and values.
-//! With a matrix unit it is the weights that have to be made ready, in terms, and they outweigh the rest: columns are cut.
+//! On a target that says so, rows are cut rather than columns, as long as every worker's fill vectors: a worker goes on
+//! with what it has made itself, packs only its rows, and meets the others once a layer, when attention needs all keys
+//! and values. With a matrix unit it is the weights that have to be made ready, in terms, and they outweigh the rest:
+//! columns are cut.
 //!
-//! PERF: MiniLM, 128 tokens, 2 cores: 0.83 to 0.90 of the time with columns cut, four pairs of runs in turn (Sapphire Rapids,
-//! 2026-11-21); with matrix units columns took 0.83 of the time with
-//! rows cut (median of six pairs in turn; on a machine that others use too, meeting more often costs more than it saves).
+//! PERF: MiniLM, 128 tokens, 2 cores: 0.83 to 0.90 of the time with columns cut, four pairs of runs in turn (Sapphire
+//! Rapids, 2026-11-21); with matrix units columns took 0.83 of the time with rows cut (median of six pairs in turn; on
+//! a machine that others use too, meeting more often costs more than it saves).
 
 use super::*;
 
@@ -41,7 +42,8 @@ pub(super) fn lower(graph: &KernelGraph, target: &Target, cuts: &mut [BlockOp]) 
     }
 }
 
-/// Into how many blocks of equal, whole vectors `rows` rows are cut for `workers` workers, a number that divides theirs.
+/// Into how many blocks of equal, whole vectors `rows` rows are cut for `workers` workers, a number that divides
+/// theirs.
 fn row_blocks(rows: u32, workers: u32) -> u32 {
     let fits = |n: &u32| workers.is_multiple_of(*n) && rows.is_multiple_of(n * LANES) && rows / n >= LEAST_ROWS;
     (2..=workers.min(rows / LEAST_ROWS)).rev().find(fits).unwrap_or(1)

@@ -74,8 +74,8 @@ impl Live {
         self.direct.iter().any(|pieces| !pieces.is_empty())
     }
 
-    /// Two reads (or two additions) do not conflict, but where an access of the other kind came between, it orders them,
-    /// and the newer one supersedes the older there too.
+    /// Two reads (or two additions) do not conflict, but where an access of the other kind came between, it orders
+    /// them, and the newer one supersedes the older there too.
     fn pass(&mut self, newer: &Touch) {
         let between = if self.usage == Use::Read { Use::Add } else { Use::Read };
         // A write would find whatever nothing has come after.

@@ -2,8 +2,8 @@
 //! at runs of bytes and at chains of events.
 //!
 //! *Which pairs must be ordered.* At one byte, put the accesses in program order and cut the list into groups that are
-//! free among themselves: reads, or additions, or a single write. Neighbouring groups conflict pairwise, so each task of
-//! one must come before each of the next; groups further apart are then ordered through those between. Checking the
+//! free among themselves: reads, or additions, or a single write. Neighbouring groups conflict pairwise, so each task
+//! of one must come before each of the next; groups further apart are then ordered through those between. Checking the
 //! neighbours at every byte therefore checks every conflicting pair. Bytes touched by the same accesses are looked at
 //! once.
 //!
@@ -137,8 +137,8 @@ pub fn check(graph: &ThreadBlockGraph, tasks: &TaskGraph, workers: Option<&Worke
     if broken.is_empty() { Ok(()) } else { Err(broken) }
 }
 
-/// Pairs of tasks that the events order directly, and those of them that touch a common byte in conflicting ways with no
-/// access between them there: law 2 asks that the two be equal. Counted pair by pair, from bytes.
+/// Pairs of tasks that the events order directly, and those of them that touch a common byte in conflicting ways with
+/// no access between them there: law 2 asks that the two be equal. Counted pair by pair, from bytes.
 pub fn waited_and_needed(graph: &ThreadBlockGraph, tasks: &TaskGraph) -> (u64, u64) {
     let triggerers = tasks.triggers.inverted(tasks.events.len());
     let mut waited: Vec<(u32, u32)> = Vec::new();
@@ -336,8 +336,9 @@ impl Changes {
     }
 }
 
-/// Those of `here` among which there may be neighbours that were none before what is from `first` to `last` has come or gone: these, and two groups before and
-/// behind them, since of the nearest ones they may be a part, or have stood between them.
+/// Those of `here` among which there may be neighbours that were none before what is from `first` to `last` has come or
+/// gone: these, and two groups before and behind them, since of the nearest ones they may be a part, or have stood
+/// between them.
 fn around(here: &BTreeSet<Present>, (first, last): (Present, Present)) -> impl Iterator<Item = Present> + '_ {
     let mut groups = Groups::default();
     let before = here.range(..first).rev().take_while(|(entry, _)| groups.of(*entry) <= 2);
@@ -378,7 +379,8 @@ impl Pairs {
 
     fn extend(&mut self, pairs: impl Iterator<Item = (u32, u32)>) {
         self.pairs.extend(pairs);
-        // As many new ones as there were: so no more than twice what is needed is held, and sorting costs a factor of a logarithm.
+        // As many new ones as there were: so no more than twice what is needed is held, and sorting costs a factor of a
+        // logarithm.
         if self.pairs.len() > 2 * self.n_once + Self::AS_THEY_COME {
             self.pairs.sort_unstable();
             self.pairs.dedup();

@@ -9,7 +9,8 @@ use crate::graph::threadblock::{BlockOp, GRID_AXES};
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// One factor of a product, between the parts told apart by some of the producer's and some of the consumer's grid axes.
+/// One factor of a product, between the parts told apart by some of the producer's and some of the consumer's grid
+/// axes.
 #[derive(Clone, Debug)]
 pub(super) struct Factor {
     pub(super) producer_axes: u8,

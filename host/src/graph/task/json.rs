@@ -1,13 +1,14 @@
 //! The text forms of `perpetua plan --graph`: a graph of cut operators in, tasks and events out.
 //!
-//! In: `tensors` (`name`, `shape`, `dtype`; or `name`, `view_of`, `offset_elems`, `shape`, `strides`) and `ops` in program
-//! order (`name`, `grid`, `reads`, `writes`, each `{"tensor", "map"}`). `map[axis]` is the tensor dimension that grid axis
-//! cuts, or -1. A tensor that is no view has a buffer of its own; a view's offset counts from its base's first element,
-//! and the base may be a view. Beyond that, a write may say `"kind": "add"` (blocks add into it, in any order) or
-//! `"update"` (in place), and an operator `"class": "just-in-time"`. Other fields are [told](Described::ignored), and mean nothing.
+//! In: `tensors` (`name`, `shape`, `dtype`; or `name`, `view_of`, `offset_elems`, `shape`, `strides`) and `ops` in
+//! program order (`name`, `grid`, `reads`, `writes`, each `{"tensor", "map"}`). `map[axis]` is the tensor dimension
+//! that grid axis cuts, or -1. A tensor that is no view has a buffer of its own; a view's offset counts from its base's
+//! first element, and the base may be a view. Beyond that, a write may say `"kind": "add"` (blocks add into it, in any
+//! order) or `"update"` (in place), and an operator `"class": "just-in-time"`. Other fields are
+//! [told](Described::ignored), and mean nothing.
 //!
-//! Out: `tasks` (`op`, `op_index`, `block`, `worker`, `waits`, `triggers`), `events` (`num_triggers`) and `workers`, each a
-//! list of tasks in execution order; tasks and events are numbered by position.
+//! Out: `tasks` (`op`, `op_index`, `block`, `worker`, `waits`, `triggers`), `events` (`num_triggers`) and `workers`,
+//! each a list of tasks in execution order; tasks and events are numbered by position.
 
 use super::{TaskClass, TaskGraph, WorkerLists};
 use crate::graph::tensor::{Buffer, BufferId, BufferKind, DTensor, TensorError, TensorId, TensorTable, row_major};

@@ -28,9 +28,10 @@ pub fn task_costs(blocks: &ThreadBlockGraph, tasks: &TaskGraph) -> Vec<Cost> {
     tasks.tasks.iter().map(cost).collect()
 }
 
-/// Bytes that a pass over one sequence has to read from memory: of each operator the weights, once however many tasks read them (of experts' those that
-/// rows go to, of tables the rows looked up), and the keys and values of `position` positions, or as many as a window has. What tasks read of each
-/// other's results is in caches, and often in many at once.
+/// Bytes that a pass over one sequence has to read from memory: of each operator the weights, once however many tasks
+/// read them (of experts' those that rows go to, of tables the rows looked up), and the keys and values of `position`
+/// positions, or as many as a window has. What tasks read of each other's results is in caches, and often in many at
+/// once.
 pub fn bytes_from_memory(blocks: &ThreadBlockGraph, position: usize) -> u64 {
     blocks.ops.iter().map(|op| weight_bytes(blocks, op) + cached_bytes(blocks, op, position)).sum()
 }

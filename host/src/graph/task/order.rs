@@ -8,8 +8,8 @@ pub(crate) trait OpSet {
     fn union(&mut self, other: &Self);
 }
 
-/// A set of operators, as sorted half-open ranges. When there are more than [`Ranges::MAX`] the oldest are forgotten: an ordering
-/// not known to be implied is kept.
+/// A set of operators, as sorted half-open ranges. When there are more than [`Ranges::MAX`] the oldest are forgotten:
+/// an ordering not known to be implied is kept.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Ranges {
     ranges: Vec<(u32, u32)>,

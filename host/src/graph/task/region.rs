@@ -2,13 +2,14 @@
 //!
 //! A *boundary* of a buffer is a number of bytes `S` such that, for every tensor of the buffer, an element's address is
 //! `hi * S + lo` with `lo < S`, where the dimensions whose stride `S` divides move only `hi` and all others only `lo`.
-//! Boundaries that divide one another cut addresses into digits, the *axes*. Every dimension then moves exactly one digit
-//! and no digit carries into the next, so a box of a tensor (a range per dimension) is the product of one set per axis,
-//! and two boxes share a byte exactly when their sets meet on every axis. This is exact for all tensors whatever their
-//! strides: where two tensors have no boundary in common, an axis merely becomes longer and its sets get more runs.
+//! Boundaries that divide one another cut addresses into digits, the *axes*. Every dimension then moves exactly one
+//! digit and no digit carries into the next, so a box of a tensor (a range per dimension) is the product of one set per
+//! axis, and two boxes share a byte exactly when their sets meet on every axis. This is exact for all tensors whatever
+//! their strides: where two tensors have no boundary in common, an axis merely becomes longer and its sets get more
+//! runs.
 //!
-//! A column-cut matrix `[T, H*d]` and its view `[T, kv, group, d]` have the axes row and column: a cut of `kv` is one run
-//! of columns, a cut of `group` is `kv` of them. A transposed view has the same axes in the other order.
+//! A column-cut matrix `[T, H*d]` and its view `[T, kv, group, d]` have the axes row and column: a cut of `kv` is one
+//! run of columns, a cut of `group` is `kv` of them. A transposed view has the same axes in the other order.
 
 use super::TaskError;
 use crate::graph::tensor::{BufferId, TensorId};

@@ -26,8 +26,8 @@ impl WorkerLists {
     }
 }
 
-/// Lists in program order, the blocks of every operator dealt out one by one. Live by construction: every task waits only
-/// on earlier tasks.
+/// Lists in program order, the blocks of every operator dealt out one by one. Live by construction: every task waits
+/// only on earlier tasks.
 pub fn assign_round_robin(graph: &TaskGraph, n_workers: usize) -> WorkerLists {
     let n_workers = n_workers.max(1);
     let mut lists = vec![Vec::new(); n_workers];
@@ -172,9 +172,10 @@ pub fn simulate(graph: &TaskGraph, workers: &WorkerLists) -> Result<(), Stall> {
     Err(stall)
 }
 
-/// Drops the waits and triggers that the order of a worker's own list makes superfluous: a task need not wait on an event
-/// whose triggers all come earlier on its worker, and need not trigger an event whose waiting tasks all come later on
-/// its worker, or that a later task of its worker triggers. Every pair of tasks stays ordered by events and worker order together.
+/// Drops the waits and triggers that the order of a worker's own list makes superfluous: a task need not wait on an
+/// event whose triggers all come earlier on its worker, and need not trigger an event whose waiting tasks all come
+/// later on its worker, or that a later task of its worker triggers. Every pair of tasks stays ordered by events and
+/// worker order together.
 ///
 /// A task whose triggers all go this way is a leaf to [`TaskGraph::leaves`]: what waits for all leaves waits for a few
 /// more tasks than it must.
@@ -212,8 +213,8 @@ pub fn elide(graph: &mut TaskGraph, workers: &WorkerLists) {
     let triggers = retained(&graph.triggers, |task, event| {
         !waiters.of(event as usize).iter().all(|t| after(*t, task)) && !told_later.contains(&(task, event))
     });
-    // An event nobody waits on lost all its triggers just now; one without triggers has no waiting task left, since each
-    // of its triggers came before all of them.
+    // An event nobody waits on lost all its triggers just now; one without triggers has no waiting task left, since
+    // each of its triggers came before all of them.
     let mut counts = vec![0u32; n_events];
     for event in &triggers.entries {
         counts[*event as usize] += 1;

@@ -22,27 +22,28 @@ pub enum Architecture {
     Llama,
     /// `MistralForCausalLM`: Llama with an optional attention window.
     Mistral,
-    /// `Ministral3ForCausalLM`: Mistral whose heads have a width of their own. Beyond the context of the first training it multiplies queries with
-    /// a number that grows with their position, which is not done here: so it ends there.
+    /// `Ministral3ForCausalLM`: Mistral whose heads have a width of their own. Beyond the context of the first training
+    /// it multiplies queries with a number that grows with their position, which is not done here: so it ends there.
     Ministral3,
     /// `MixtralForCausalLM`: Mistral whose MLPs are mixtures of experts.
     Mixtral,
-    /// `Gemma3ForCausalLM`, and the text half of `Gemma3ForConditionalGeneration`: norms before and after attention and MLP, windows in most
-    /// layers, which turn positions by a base of their own.
+    /// `Gemma3ForCausalLM`, and the text half of `Gemma3ForConditionalGeneration`: norms before and after attention and
+    /// MLP, windows in most layers, which turn positions by a base of their own.
     Gemma3,
     /// `SmolLM3ForCausalLM`: Llama, some of whose layers do not turn queries and keys.
     SmolLm3,
-    /// `GraniteForCausalLM`: Llama with numbers that embeddings, scores, logits and what layers add are multiplied with.
+    /// `GraniteForCausalLM`: Llama with numbers that embeddings, scores, logits and what layers add are multiplied
+    /// with.
     Granite,
     /// `GraniteMoeForCausalLM`: Granite whose MLPs are mixtures of experts, the matrices of all of them one tensor.
     GraniteMoe,
     /// `GraniteMoeSharedForCausalLM`: GraniteMoe with an MLP beside the experts that all rows go to.
     GraniteMoeShared,
-    /// `GraniteMoeHybridForCausalLM`: the same, or that MLP alone (Granite 4.0's dense models), with RoPE or without; most layers may have a state space in
-    /// the place of attention.
+    /// `GraniteMoeHybridForCausalLM`: the same, or that MLP alone (Granite 4.0's dense models), with RoPE or without;
+    /// most layers may have a state space in the place of attention.
     GraniteMoeHybrid,
-    /// `GraniteSWAForCausalLM` (Granite Swash): Granite, most of whose layers have a window, and whose heads have sinks; each layer may turn by a base of its
-    /// own, or not.
+    /// `GraniteSWAForCausalLM` (Granite Swash): Granite, most of whose layers have a window, and whose heads have
+    /// sinks; each layer may turn by a base of its own, or not.
     GraniteSwa,
     /// `GraniteMoeSWAForCausalLM`: the same whose MLPs are mixtures of experts.
     GraniteMoeSwa,
@@ -56,15 +57,17 @@ pub enum Architecture {
     Olmo3,
     /// `OlmoeForCausalLM`: norms on all queries and all keys of a row, and MLPs that are mixtures of experts.
     Olmoe,
-    /// `Qwen3_5ForCausalLM`, and the half of `Qwen3_5ForConditionalGeneration` that reads: most layers have linear attention, by the gated delta rule; what
-    /// the others attend to goes through a gate.
+    /// `Qwen3_5ForCausalLM`, and the half of `Qwen3_5ForConditionalGeneration` that reads: most layers have linear
+    /// attention, by the gated delta rule; what the others attend to goes through a gate.
     Qwen35,
-    /// `Qwen3_5MoeForCausalLM`, and that half of `Qwen3_5MoeForConditionalGeneration`: Qwen3.5 whose MLPs are mixtures of experts, the matrices of all of
-    /// them one tensor, and beside these an MLP that all rows go to.
+    /// `Qwen3_5MoeForCausalLM`, and that half of `Qwen3_5MoeForConditionalGeneration`: Qwen3.5 whose MLPs are mixtures
+    /// of experts, the matrices of all of them one tensor, and beside these an MLP that all rows go to.
     Qwen35Moe,
-    /// `Qwen3NextForCausalLM`, and so Qwen3-Coder-Next: Qwen3.5 MoE, whose files have the matrices of linear attention by heads.
+    /// `Qwen3NextForCausalLM`, and so Qwen3-Coder-Next: Qwen3.5 MoE, whose files have the matrices of linear attention
+    /// by heads.
     Qwen3Next,
-    /// `GlmForCausalLM` (GLM 4 of 2024): Llama whose gate and up are one matrix; of each head a part is turned, neighbours with each other.
+    /// `GlmForCausalLM` (GLM 4 of 2024): Llama whose gate and up are one matrix; of each head a part is turned,
+    /// neighbours with each other.
     Glm,
     /// `Glm4ForCausalLM` (GLM 4 of 2025): the same with norms before and after attention and MLP.
     Glm4,
@@ -72,37 +75,44 @@ pub enum Architecture {
     Ernie45,
     /// `Lfm2ForCausalLM`: most layers have a short convolution in the place of attention.
     Lfm2,
-    /// `Lfm2MoeForCausalLM`: LFM2 whose MLPs, but for the first layers', are mixtures of experts, chosen by corrected sigmoids.
+    /// `Lfm2MoeForCausalLM`: LFM2 whose MLPs, but for the first layers', are mixtures of experts, chosen by corrected
+    /// sigmoids.
     Lfm2Moe,
-    /// `Lfm3ForCausalLM`: LFM2 with norms behind attention, convolutions and MLP, too; some of its layers have a window, and what attention makes goes
-    /// through a gate a head.
+    /// `Lfm3ForCausalLM`: LFM2 with norms behind attention, convolutions and MLP, too; some of its layers have a
+    /// window, and what attention makes goes through a gate a head.
     Lfm3,
-    /// `Glm4MoeForCausalLM` (GLM 4.5 to 4.7, Air too): mixtures of experts, chosen by corrected sigmoids, but for the first layers', with an MLP beside them
-    /// that all rows go to; of each head a part is turned.
+    /// `Glm4MoeForCausalLM` (GLM 4.5 to 4.7, Air too): mixtures of experts, chosen by corrected sigmoids, but for the
+    /// first layers', with an MLP beside them that all rows go to; of each head a part is turned.
     Glm4Moe,
     /// `SolarOpenForCausalLM`: the same in all layers, whose heads are turned as a whole.
     SolarOpen,
-    /// `ExaoneMoeForCausalLM` (K-EXAONE): experts as GLM's, with norms on each head's query and key. Where layers have windows, the others do not turn queries
-    /// and keys.
+    /// `ExaoneMoeForCausalLM` (K-EXAONE): experts as GLM's, with norms on each head's query and key. Where layers have
+    /// windows, the others do not turn queries and keys.
     ExaoneMoe,
-    /// `Dots1ForCausalLM` (dots.llm1): the same in all layers but the first ones, with norms on each head's query and key.
+    /// `Dots1ForCausalLM` (dots.llm1): the same in all layers but the first ones, with norms on each head's query and
+    /// key.
     Dots1,
-    /// `AfmoeForCausalLM` (Arcee's Trinity): experts as GLM's, norms before and after attention and MLP and on each head's query and key, and what attention
-    /// makes goes through a gate. Most layers have a window; the others do not turn queries and keys.
+    /// `AfmoeForCausalLM` (Arcee's Trinity): experts as GLM's, norms before and after attention and MLP and on each
+    /// head's query and key, and what attention makes goes through a gate. Most layers have a window; the others do not
+    /// turn queries and keys.
     Afmoe,
-    /// `MiniMaxM2ForCausalLM`: mixtures of experts, chosen by corrected sigmoids, and norms on all queries and all keys of a row.
+    /// `MiniMaxM2ForCausalLM`: mixtures of experts, chosen by corrected sigmoids, and norms on all queries and all keys
+    /// of a row.
     MiniMaxM2,
-    /// `GptOssForCausalLM`: mixtures of experts with biases, whose gates and ups are limited; each head has a sink, which takes part in what it attends to, and
-    /// every second layer a window. Files have experts' matrices in MXFP4, or with gates and ups in turn.
+    /// `GptOssForCausalLM`: mixtures of experts with biases, whose gates and ups are limited; each head has a sink,
+    /// which takes part in what it attends to, and every second layer a window. Files have experts' matrices in MXFP4,
+    /// or with gates and ups in turn.
     GptOss,
-    /// `Exaone4ForCausalLM`: norms after attention and MLP, and on each head's query and key. Where layers have windows, the others do not turn
-    /// queries and keys.
+    /// `Exaone4ForCausalLM`: norms after attention and MLP, and on each head's query and key. Where layers have
+    /// windows, the others do not turn queries and keys.
     Exaone4,
     /// `BertModel` and the models with a head on top of it, whose heads are not used: sentence embeddings.
     Bert,
-    /// `RobertaModel`, `XLMRobertaModel`, `CamembertModel`, with a head on top or without: BERT that counts positions from another row on.
+    /// `RobertaModel`, `XLMRobertaModel`, `CamembertModel`, with a head on top or without: BERT that counts positions
+    /// from another row on.
     Roberta,
-    /// `ModernBertModel`, with a head on top or without: an encoder whose layers turn queries and keys, most of them with a window.
+    /// `ModernBertModel`, with a head on top or without: an encoder whose layers turn queries and keys, most of them
+    /// with a window.
     ModernBert,
 }
 
@@ -178,7 +188,8 @@ pub(super) enum Sliding {
         /// How many.
         pattern: usize,
     },
-    /// Every second one from the first on, of those before `max_window_layers`, or those that `layer_types` names, if `use_sliding_window`.
+    /// Every second one from the first on, of those before `max_window_layers`, or those that `layer_types` names, if
+    /// `use_sliding_window`.
     Alternating,
     /// Those that do not turn queries and keys, if `use_sliding_window`; or those that `layer_types` names.
     Still,
@@ -187,7 +198,8 @@ pub(super) enum Sliding {
 /// What layers that do not attend do instead, and what `layer_types` calls them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Recurs {
-    /// `linear_attention`: the gated delta rule. Where the file does not say which, all but every `full_attention_interval`th layer.
+    /// `linear_attention`: the gated delta rule. Where the file does not say which, all but every
+    /// `full_attention_interval`th layer.
     DeltaRule,
     /// `linear_attention`, or `mamba` in older files: a state space; all of them, where the file does not say which.
     StateSpace,
@@ -269,7 +281,8 @@ pub(super) struct Shared {
     pub(super) stands_alone: bool,
 }
 
-/// What is known of an architecture beside its configuration, and what its configuration class takes where the file lacks a key.
+/// What is known of an architecture beside its configuration, and what its configuration class takes where the file
+/// lacks a key.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Traits {
     /// The name in `architectures`.

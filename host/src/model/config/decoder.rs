@@ -33,8 +33,8 @@ pub struct DecoderConfig {
     pub n_kv_heads: usize,
     /// Elements of one head; even. `n_heads * head_dim` need not be `hidden_size`.
     pub head_dim: usize,
-    /// Added to the mean square before the root. (Granite multiplies what layers add by m. This and the scale of embeddings are those of
-    /// the same network with its rows divided by m, which norms do not see.)
+    /// Added to the mean square before the root. (Granite multiplies what layers add by m. This and the scale of
+    /// embeddings are those of the same network with its rows divided by m, which norms do not see.)
     pub rms_norm_eps: f64,
     /// Per layer, how positions turn queries and keys.
     pub ropes: Vec<Rope>,
@@ -60,8 +60,8 @@ pub struct DecoderConfig {
     pub max_position_embeddings: usize,
     /// Whether a row attends to those after it, too: then it is for sentences.
     pub is_bidirectional: bool,
-    /// Per layer, `Some(n)`: it attends to the last `n` positions only, or, bidirectional, to those at most `n` from its own;
-    /// `n < max_position_embeddings`.
+    /// Per layer, `Some(n)`: it attends to the last `n` positions only, or, bidirectional, to those at most `n` from
+    /// its own; `n < max_position_embeddings`.
     pub windows: Vec<Option<usize>>,
     /// The MLP's function.
     pub hidden_act: Activation,
@@ -169,8 +169,8 @@ pub struct Sigmoids {
     pub added: f64,
 }
 
-/// What becomes of gates and ups, instead of act(gate) * up: g * sigmoid(alpha * g) * (u + 1), where g is the gate, but no more than the limit, and u the up,
-/// but no further from 0.
+/// What becomes of gates and ups, instead of act(gate) * up: g * sigmoid(alpha * g) * (u + 1), where g is the gate, but
+/// no more than the limit, and u the up, but no further from 0.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LimitedGate {
     /// `swiglu_limit`.
@@ -210,8 +210,8 @@ fn refuse_other_gemmas(fields: &Fields<'_>) -> Result<(), ModelError> {
     Ok(())
 }
 
-/// What a decoder's config.json says, with every default filled in. Of a model of which this is the half that reads, the other says whether the
-/// head is the embedding table: `is_tied`.
+/// What a decoder's config.json says, with every default filled in. Of a model of which this is the half that reads,
+/// the other says whether the head is the embedding table: `is_tied`.
 pub(super) fn decoder(
     fields: &Fields<'_>,
     architecture: Architecture,
@@ -393,8 +393,8 @@ fn bases_of_layers(fields: &Fields<'_>, key: &str, ropes: &mut [Rope]) -> Result
     Ok(())
 }
 
-/// Elements between the linear layers of LFM2's MLPs: two thirds of what the file says, times a number, up to a multiple of another, unless it says that
-/// this is not so.
+/// Elements between the linear layers of LFM2's MLPs: two thirds of what the file says, times a number, up to a
+/// multiple of another, unless it says that this is not so.
 fn lfm2_intermediate_size(fields: &Fields<'_>) -> Result<usize, ModelError> {
     let before = fields.whole("block_ff_dim", 1..=MAX_INTERMEDIATE)?;
     let said = match before {
@@ -645,7 +645,8 @@ fn window(fields: &Fields<'_>, architecture: Architecture) -> Result<Option<usiz
     Ok(fields.whole("sliding_window", least..=MAX_POSITIONS)?.or(default).filter(|n| *n > 0))
 }
 
-/// The window of each layer that slides, where it is smaller than the context: of what the file says, one part in `of_window`.
+/// The window of each layer that slides, where it is smaller than the context: of what the file says, one part in
+/// `of_window`.
 fn windows(
     fields: &Fields<'_>,
     architecture: Architecture,

@@ -4,10 +4,10 @@
 //! `rope_scaling`, `torch_dtype`); out goes a [`ModelConfig`] with every default filled in, as that library fills it.
 //!
 //! Laws:
-//! - A key whose meaning would change the result and that is not done here is refused by name; keys that change nothing,
-//!   or that nobody knows, are ignored.
-//! - Every number that leaves this file is positive, bounded, and consistent with the others (`n_heads` is a multiple of
-//!   `n_kv_heads`, `head_dim` is even), so later stages can multiply sizes without overflow.
+//! - A key whose meaning would change the result and that is not done here is refused by name; keys that change
+//!   nothing, or that nobody knows, are ignored.
+//! - Every number that leaves this file is positive, bounded, and consistent with the others (`n_heads` is a multiple
+//!   of `n_kv_heads`, `head_dim` is even), so later stages can multiply sizes without overflow.
 
 mod architecture;
 mod decoder;
@@ -137,7 +137,8 @@ impl ModelConfig {
         }
     }
 
-    /// Whether some of its layers pass a state from row to row: a text goes on after the last token that was read, and from no other.
+    /// Whether some of its layers pass a state from row to row: a text goes on after the last token that was read, and
+    /// from no other.
     pub fn passes_states(&self) -> bool {
         matches!(self, ModelConfig::Decoder(c) if c.recurrent.is_some())
     }

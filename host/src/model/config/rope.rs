@@ -28,7 +28,8 @@ pub enum RopeScaling {
         /// At least 1.
         factor: f64,
     },
-    /// Of a head's pairs the first `part` alone are turned, by the frequencies that they would have if all were; all divided by `factor`.
+    /// Of a head's pairs the first `part` alone are turned, by the frequencies that they would have if all were; all
+    /// divided by `factor`.
     Proportional {
         /// From 0 to 1.
         part: f64,
@@ -46,8 +47,8 @@ pub enum RopeScaling {
         /// The context of the first training.
         original_max_position_embeddings: usize,
     },
-    /// YaRN (Peng et al., 2023): pairs that turn seldom in the first training's context have their frequencies divided by `factor`, those that
-    /// turn often keep them, with a ramp over the pairs between, and attention is sharpened.
+    /// YaRN (Peng et al., 2023): pairs that turn seldom in the first training's context have their frequencies divided
+    /// by `factor`, those that turn often keep them, with a ramp over the pairs between, and attention is sharpened.
     Yarn {
         /// At least 1.
         factor: f64,
@@ -62,7 +63,8 @@ pub enum RopeScaling {
         /// The context of the first training.
         original_max_position_embeddings: usize,
     },
-    /// LongRoPE (Ding et al., 2024): each pair's frequency divided by a number of its own, found by search, and attention sharpened.
+    /// LongRoPE (Ding et al., 2024): each pair's frequency divided by a number of its own, found by search, and
+    /// attention sharpened.
     LongRope {
         /// The numbers for a context no longer than the first training's, one a pair.
         short: Vec<f64>,
@@ -89,9 +91,10 @@ impl Rope {
         }
     }
 
-    /// `dim / 2` frequencies in radians per position, of heads of which `dim` elements are turned, where there may be `context` positions. In
-    /// f32 step by step as `transformers` computes them, because at large positions the rounding of a frequency is seen in the logits. (Which
-    /// numbers of LongRoPE it takes, that library decides by the text so far, whose earlier keys were turned by the others.)
+    /// `dim / 2` frequencies in radians per position, of heads of which `dim` elements are turned, where there may be
+    /// `context` positions. In f32 step by step as `transformers` computes them, because at large positions the
+    /// rounding of a frequency is seen in the logits. (Which numbers of LongRoPE it takes, that library decides by the
+    /// text so far, whose earlier keys were turned by the others.)
     pub fn inverse_frequencies(&self, dim: usize, context: usize) -> Vec<f32> {
         let powers = (0..dim / 2).map(|i| {
             let exponent = (2 * i) as f32 / dim as f32;
@@ -176,8 +179,8 @@ pub(super) struct Ropes {
     pub(super) most_positions: usize,
 }
 
-/// What a config.json says of them. Older files have the keys of one embedding beside all others, or in `rope_scaling`; newer ones in
-/// `rope_parameters`, where each type of layer may have its own.
+/// What a config.json says of them. Older files have the keys of one embedding beside all others, or in `rope_scaling`;
+/// newer ones in `rope_parameters`, where each type of layer may have its own.
 pub(super) fn ropes(
     fields: &Fields<'_>,
     architecture: Architecture,
@@ -220,8 +223,8 @@ pub(super) fn ropes(
     Ok(Ropes { sliding: full.clone(), full, dim, most_positions })
 }
 
-/// See [`Ropes::most_positions`]: Llama 4's scaling multiplies by `1 + beta * ln(1 + floor(position / original))`, that is by 1 in the first
-/// training's context.
+/// See [`Ropes::most_positions`]: Llama 4's scaling multiplies by `1 + beta * ln(1 + floor(position / original))`, that
+/// is by 1 in the first training's context.
 fn most_positions(given: &Fields<'_>, shape: Shape) -> Result<usize, ModelError> {
     match given.real("llama_4_scaling_beta", 0.0..=1e3)? {
         None | Some(0.0) => Ok(MAX_POSITIONS),
@@ -237,8 +240,8 @@ fn original_of(given: &Fields<'_>, shape: Shape) -> Result<usize, ModelError> {
     }
 }
 
-/// How many elements of a head are turned, of `head_dim`: a part of them may be said beside the embedding's keys, `given`, or beside all others; else
-/// it is `part`. Older files may say the number itself, as `old_key`.
+/// How many elements of a head are turned, of `head_dim`: a part of them may be said beside the embedding's keys,
+/// `given`, or beside all others; else it is `part`. Older files may say the number itself, as `old_key`.
 fn turned(
     fields: &Fields<'_>,
     given: Option<&Fields<'_>>,
@@ -265,7 +268,8 @@ fn is_by_type(given: &Fields<'_>) -> bool {
     LAYER_TYPES.iter().any(|name| given.has(name)) || given.entries().all(|(_, value)| value.is_object())
 }
 
-/// Where each type of layer has its own, and what is not given is as usual. Keys of older files, `old`, are those of layers without a window.
+/// Where each type of layer has its own, and what is not given is as usual. Keys of older files, `old`, are those of
+/// layers without a window.
 fn ropes_by_type(
     fields: &Fields<'_>,
     architecture: Architecture,
@@ -314,7 +318,8 @@ struct Shape {
     dim: usize,
 }
 
-/// One embedding, of which `given` has the keys that are not beside all others; the base is there called as `theta` says, and has a default.
+/// One embedding, of which `given` has the keys that are not beside all others; the base is there called as `theta`
+/// says, and has a default.
 fn rope(
     fields: &Fields<'_>,
     given: Option<Fields<'_>>,

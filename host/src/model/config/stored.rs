@@ -15,7 +15,8 @@ pub enum Stored {
     Floats,
     /// Experts in MXFP4: gpt-oss's.
     Mxfp4,
-    /// In FP8 (E4M3), all or some, with scales: one for each block of so many rows and columns, where that is said; else their shape says it.
+    /// In FP8 (E4M3), all or some, with scales: one for each block of so many rows and columns, where that is said;
+    /// else their shape says it.
     Fp8 {
         /// Rows and columns.
         block: Option<[usize; 2]>,

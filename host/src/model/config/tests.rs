@@ -170,7 +170,8 @@ fn experts_chosen_by_corrected_sigmoids() {
         let error = parse(&with(glm.clone(), &change)).expect_err(expected);
         assert!(error.contains(expected), "{error}");
     }
-    // Solar's all have them, and may say nothing of an MLP of another kind; K-EXAONE's layers without a window do not turn.
+    // Solar's all have them, and may say nothing of an MLP of another kind; K-EXAONE's layers without a window do not
+    // turn.
     let of_type = |model_type: &str, change: Value| {
         let mut file = with(glm.clone(), &json!({ "architectures": null, "model_type": model_type }));
         file.as_object_mut().expect("keys").shift_remove("partial_rotary_factor");
@@ -416,7 +417,8 @@ fn gemma_3() {
     let config = decoder_of(&with(tiny.clone(), &old));
     assert_eq!(config.windows, [Some(12), None, Some(12)]);
     assert_eq!(config.ropes.iter().map(|rope| rope.theta).collect::<Vec<_>>(), [2e4, 5e5, 2e4]);
-    // Nulls are as usual; older keys change those of layers without a window, and then by today's name for the type alone.
+    // Nulls are as usual; older keys change those of layers without a window, and then by today's name for the type
+    // alone.
     let ropes = |change: Value| decoder_of(&with(tiny.clone(), &change)).ropes[..2].to_vec();
     let linear = |theta| Rope { theta, scaling: RopeScaling::Linear { factor: 4.0 } };
     let plain = |theta| Rope { theta, scaling: RopeScaling::Default };
@@ -906,7 +908,8 @@ fn modern_berts_layers() {
     }
 }
 
-/// Gemma's window is what it sees to both sides together; that of any other decoder which is told not to be causal, to each.
+/// Gemma's window is what it sees to both sides together; that of any other decoder which is told not to be causal, to
+/// each.
 #[test]
 fn decoders_that_see_what_comes_after() {
     let tiny = json!({ "architectures": ["Gemma3TextModel"], "sliding_window": 512, "num_hidden_layers": 6 });

@@ -1,9 +1,11 @@
-//! [`DType::Q8`](perpetua_shared::DType::Q8): blocks of 64 signed bytes along a row with a scale in f32 each, its last mantissa bits cleared so that products
-//! of byte and scale are exact. Symmetric rounding to nearest; an element is off by at most half a scale, 0.42 % of its block's largest.
+//! [`DType::Q8`](perpetua_shared::DType::Q8): blocks of 64 signed bytes along a row with a scale in f32 each, its last
+//! mantissa bits cleared so that products of byte and scale are exact. Symmetric rounding to nearest; an element is off
+//! by at most half a scale, 0.42 % of its block's largest.
 //!
-//! The scale is that of [`CANDIDATES`] with the least squared error. Each makes the block's largest element a whole number,
-//! 127 or one of those below it. How well the other 63 then lie is a matter of luck, so the best of eight draws pays although
-//! seven are coarser: 12 % less squared error than with 127 alone on normal weights, 10 % on such with outliers.
+//! The scale is that of [`CANDIDATES`] with the least squared error. Each makes the block's largest element a whole
+//! number, 127 or one of those below it. How well the other 63 then lie is a matter of luck, so the best of eight draws
+//! pays although seven are coarser: 12 % less squared error than with 127 alone on normal weights, 10 % on such with
+//! outliers.
 
 use perpetua_shared::dtype::Q8;
 

@@ -1,10 +1,12 @@
-//! [`DType::Q4`](perpetua_shared::DType::Q4): blocks of 32 along a row, each element the nearest of 16 levels times the block's scale, a bf16.
+//! [`DType::Q4`](perpetua_shared::DType::Q4): blocks of 32 along a row, each element the nearest of 16 levels times the
+//! block's scale, a bf16.
 //!
-//! The scale with the least squared error is looked for: the block's largest element becomes about the outermost level, as it is or with the other sign
-//! (levels reach further on one side), larger or smaller by [`STRETCHES`]; the best of these is then refined twice by the scale that is best for the levels
-//! chosen with it, as Lloyd's iteration does. Squared error beside llama.cpp's formats of as many bits, as parts of the sum of squares (normal numbers;
-//! Student's t, five degrees of freedom; all-MiniLM-L6-v2's matrices): 0.0056, 0.0068, 0.0058; Q4_0 0.0074, 0.0116, 0.0081; IQ4_NL 0.0058, 0.0079, 0.0061;
-//! Q4_K 0.0051, 0.0069, 0.0054.
+//! The scale with the least squared error is looked for: the block's largest element becomes about the outermost level,
+//! as it is or with the other sign (levels reach further on one side), larger or smaller by [`STRETCHES`]; the best of
+//! these is then refined twice by the scale that is best for the levels chosen with it, as Lloyd's iteration does.
+//! Squared error beside llama.cpp's formats of as many bits, as parts of the sum of squares (normal numbers; Student's
+//! t, five degrees of freedom; all-MiniLM-L6-v2's matrices): 0.0056, 0.0068, 0.0058; Q4_0 0.0074, 0.0116, 0.0081;
+//! IQ4_NL 0.0058, 0.0079, 0.0061; Q4_K 0.0051, 0.0069, 0.0054.
 
 use half::bf16;
 use perpetua_shared::dtype::{Q4_BLOCK, Q4_LEVELS, q4_at};
@@ -23,7 +25,8 @@ const SMALLEST: f32 = 1e-33;
 /// The outermost level.
 const OUTERMOST: f32 = Q4_LEVELS[0] as f32;
 
-/// The number of the level nearest to what lies in `[(i - 128) / 2, (i - 127) / 2)`: between two such bounds, there being levels at whole numbers, it is the same.
+/// The number of the level nearest to what lies in `[(i - 128) / 2, (i - 127) / 2)`: between two such bounds, there
+/// being levels at whole numbers, it is the same.
 const NEAREST: [u8; 256] = {
     let mut nearest = [0; 256];
     let mut i = 0;
@@ -100,7 +103,8 @@ fn with_scale(parts: &[f32; Q4_BLOCK], largest: f32, scale: f32) -> Levels {
     let kept = bf16::from_f32(scale * largest);
     let scale = kept.to_f32() / largest;
     let halves = 2.0 / scale;
-    // Down to a whole number, which is the last byte. A table cannot be looked up in by vectors, all else is done by them.
+    // Down to a whole number, which is the last byte. A table cannot be looked up in by vectors, all else is done by
+    // them.
     let mut at = [0; Q4_BLOCK];
     for (at, part) in at.iter_mut().zip(parts) {
         *at = ((part * halves + 127.5).clamp(0.0, 255.0) + SHIFT).to_bits() as u8;
@@ -194,7 +198,8 @@ mod tests {
         }
     }
 
-    /// Against the scale that makes the largest the outermost level, which needs no search, and what the module head says.
+    /// Against the scale that makes the largest the outermost level, which needs no search, and what the module head
+    /// says.
     #[test]
     fn the_scale_that_is_found_is_closer() {
         let mut random = SmallRng::seed_from_u64(7);

@@ -1,11 +1,13 @@
 //! Weights in fewer bits, chosen when a model is opened.
 //!
-//! With [`Quantize::Q8`] every matrix of a text generation model (projections, experts, embedding table, head; no router) is kept as [`DType::Q8`],
-//! half the bytes of bf16; with [`Quantize::Q4`] those of the layers as [`DType::Q4`], little more than a quarter, and the embedding table and the
-//! head, whose rounding goes straight into the logits, as before in 8 bits. Norms and biases stay as they are.
+//! With [`Quantize::Q8`] every matrix of a text generation model (projections, experts, embedding table, head; no
+//! router) is kept as [`DType::Q8`], half the bytes of bf16; with [`Quantize::Q4`] those of the layers as
+//! [`DType::Q4`], little more than a quarter, and the embedding table and the head, whose rounding goes straight into
+//! the logits, as before in 8 bits. Norms and biases stay as they are.
 //!
-//! Everything is owned: the mapped file is read once, its pages are given back as that goes on, and the vectors are copied, so
-//! that no page of it is touched again. (A vector would bring as many neighbours as the system maps at once.)
+//! Everything is owned: the mapped file is read once, its pages are given back as that goes on, and the vectors are
+//! copied, so that no page of it is touched again. (A vector would bring as many neighbours as the system maps at
+//! once.)
 
 mod eight_bits;
 mod four_bits;
@@ -49,8 +51,8 @@ impl Quantize {
         tensors.into_iter().filter_map(|spec| self.dtype_of(&spec).map(|dtype| (spec.name, dtype))).collect()
     }
 
-    /// What the tensor is kept as; none where it stays as it is. A router does: a choice is easily another, and its bytes are few; what is in MXFP4; and experts'
-    /// biases.
+    /// What the tensor is kept as; none where it stays as it is. A router does: a choice is easily another, and its
+    /// bytes are few; what is in MXFP4; and experts' biases.
     fn dtype_of(self, spec: &TensorSpec) -> Option<DType> {
         if spec.shape.len() != 2 || !matches!(spec.role, Role::Linear | Role::Embedding | Role::Head) {
             return None;
@@ -68,8 +70,8 @@ struct Kept {
     dtype: DType,
 }
 
-/// What a network takes of a checkpoint, by name: matrices in fewer bits, vectors as they were, but for those that are kept in another form
-/// anyway.
+/// What a network takes of a checkpoint, by name: matrices in fewer bits, vectors as they were, but for those that are
+/// kept in another form anyway.
 pub struct Quantized {
     how: Quantize,
     tensors: HashMap<String, Kept>,
@@ -82,11 +84,12 @@ impl fmt::Debug for Quantized {
 }
 
 impl Quantized {
-    /// Quantises the matrices among `tensors` of `weights`, on all cores, and copies the others; `progress` is called with the
-    /// bytes of each.
+    /// Quantises the matrices among `tensors` of `weights`, on all cores, and copies the others; `progress` is called
+    /// with the bytes of each.
     ///
     /// # Errors
-    /// A tensor that is not there, has another shape or is not of floats; an element that is not finite; too little memory.
+    /// A tensor that is not there, has another shape or is not of floats; an element that is not finite; too little
+    /// memory.
     pub fn new(
         weights: &Weights,
         tensors: &[TensorSpec],
@@ -170,8 +173,8 @@ fn in_fewer_bits(
 /// Bytes of a matrix that a thread reads before it gives their pages back.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// Quantises a matrix into `out`, zeros, as `dtype`, calling `release` with each part of it that has been read; the first element that is not
-/// finite, if there is one.
+/// Quantises a matrix into `out`, zeros, as `dtype`, calling `release` with each part of it that has been read; the
+/// first element that is not finite, if there is one.
 fn matrix(view: &TensorView<'_>, dtype: DType, out: &mut [u8], release: &(dyn Fn(&[u8]) + Sync)) -> Option<[usize; 2]> {
     let &[rows, k] = view.shape else { unreachable!("the caller asked for a matrix") };
     if rows == 0 || k == 0 {
@@ -212,7 +215,8 @@ fn matrix(view: &TensorView<'_>, dtype: DType, out: &mut [u8], release: &(dyn Fn
     }
 }
 
-/// Adding 1.5 * 2^23 rounds to a whole number, in one instruction on every machine; the sum's last byte is that number's.
+/// Adding 1.5 * 2^23 rounds to a whole number, in one instruction on every machine; the sum's last byte is that
+/// number's.
 const SHIFT: f32 = 12_582_912.0;
 
 /// Quantises one row into zeros, laid out as its type says; the first element that is not finite as the error.

@@ -1,14 +1,14 @@
 //! Checkpoints of random weights with real models' shapes: for benches and tests where the real one cannot be had.
 //!
-//! In comes a preset's name or a config.json, and a seed; out goes a folder laid out as a model repository is. The weights
-//! are scaled by their fan-in, so that activations keep their size through any number of layers and logits are spread
-//! about as a trained model's are.
+//! In comes a preset's name or a config.json, and a seed; out goes a folder laid out as a model repository is. The
+//! weights are scaled by their fan-in, so that activations keep their size through any number of layers and logits are
+//! spread about as a trained model's are.
 //!
 //! Laws:
-//! - The same configuration and seed give the same bytes, whatever the number of threads: each chunk of each tensor has a
-//!   generator of its own, and everything up to the rounding to bf16 is integer arithmetic or exactly rounded.
-//! - The folder appears whole or not at all: it is written beside its place and renamed; on any error, or when the caller
-//!   stops it, what was written is removed.
+//! - The same configuration and seed give the same bytes, whatever the number of threads: each chunk of each tensor has
+//!   a generator of its own, and everything up to the rounding to bf16 is integer arithmetic or exactly rounded.
+//! - The folder appears whole or not at all: it is written beside its place and renamed; on any error, or when the
+//!   caller stops it, what was written is removed.
 //! - Memory use does not grow with the model.
 
 mod presets;
@@ -74,7 +74,8 @@ pub struct SynthSummary {
 /// the writing.
 ///
 /// # Errors
-/// A source that is none, a folder with something in it, less free on its disk than the weights take, or what the system says.
+/// A source that is none, a folder with something in it, less free on its disk than the weights take, or what the
+/// system says.
 pub fn synth(
     source: SynthSource<'_>,
     out: &Path,
@@ -414,7 +415,8 @@ fn random_values(table: &[u16], bytes: usize, random: &mut SplitMix) -> Vec<u8> 
     out
 }
 
-/// The lower of two E8M0 scales, a power of two, between which blocks of all E2M1 numbers are spread about as a [`Role::Linear`] with rows of `fan_in` is.
+/// The lower of two E8M0 scales, a power of two, between which blocks of all E2M1 numbers are spread about as a
+/// [`Role::Linear`] with rows of `fan_in` is.
 fn block_scale(fan_in: usize) -> u8 {
     // The root of the mean of the squares of the sixteen numbers is 2.9.
     let spread = 1.6 / (fan_in as f64).sqrt() / 2.9;

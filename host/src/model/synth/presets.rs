@@ -128,11 +128,13 @@ struct Sizes {
     theta: f64,
     /// Llama 3's `factor`, where it scales.
     llama3_factor: Option<f64>,
-    /// Experts of a layer, to how many of them a row goes, and elements between the linear layers of each, where there are some.
+    /// Experts of a layer, to how many of them a row goes, and elements between the linear layers of each, where there
+    /// are some.
     experts: Option<[usize; 3]>,
     /// Elements between the linear layers of the MLP beside them that all rows go to, where there is one.
     shared: Option<usize>,
-    /// Positions of a window, where layers have one, and which do not: each whose number, from 1 on, is a multiple of the other.
+    /// Positions of a window, where layers have one, and which do not: each whose number, from 1 on, is a multiple of
+    /// the other.
     window: Option<(usize, usize)>,
     /// Scores are divided by the root of this, where that is not what all of the family do.
     query_scalar: Option<usize>,
@@ -673,7 +675,8 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             map.insert("sliding_window".into(), s.windows().1);
             let mut original = s.context;
             if s.is_tiny {
-                // As the smaller ones of the fourth generation: a part of each head turned, by numbers of its own for each pair.
+                // As the smaller ones of the fourth generation: a part of each head turned, by numbers of its own for
+                // each pair.
                 original /= 4;
                 let pairs = s.head_dim * 3 / 8;
                 let divisors = |step: f64| (0..pairs).map(|i| 1.0 + step * i as f64).collect::<Vec<_>>();

@@ -1,7 +1,7 @@
 //! The judge of schedules: the laws of [`plain`](super), from the schedule's numbers alone.
 //!
-//! Everything is collected into intervals first (who holds which bytes when, what each engine does when), then each law is
-//! one sweep over them. It shares only types with the scheduler.
+//! Everything is collected into intervals first (who holds which bytes when, what each engine does when), then each law
+//! is one sweep over them. It shares only types with the scheduler.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -277,8 +277,8 @@ impl Graph {
     }
 }
 
-/// The bytes that buffers of these sizes take side by side: padded up to the alignment but for one, which lies last, so it
-/// is the one with the most padding.
+/// The bytes that buffers of these sizes take side by side: padded up to the alignment but for one, which lies last, so
+/// it is the one with the most padding.
 fn packed_bytes(sizes: impl Iterator<Item = u64>, alignment: u64) -> u64 {
     let (mut total, mut most_padding) = (0u64, 0);
     for size in sizes {

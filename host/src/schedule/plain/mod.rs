@@ -1,37 +1,39 @@
 //! The feasible memory scheduler on plain graphs.
 //!
-//! In goes a [`Graph`]: ops on a data engine and a compute engine, each op making one buffer in a small memory out of the
-//! buffers of others. Out comes a [`Schedule`]: a start for every op, an offset for every buffer, and what is spilled
-//! meanwhile. It follows the scheduler of the VPUX compiler (OpenVINO's NPU plugin, `FeasibleMemoryScheduler`), in three
-//! steps:
+//! In goes a [`Graph`]: ops on a data engine and a compute engine, each op making one buffer in a small memory out of
+//! the buffers of others. Out comes a [`Schedule`]: a start for every op, an offset for every buffer, and what is
+//! spilled meanwhile. It follows the scheduler of the VPUX compiler (OpenVINO's NPU plugin, `FeasibleMemoryScheduler`),
+//! in three steps:
 //!
 //! 1. a run without prefetch finds an order of the compute ops and when each runs ([`run`]);
 //! 2. prefetch edges are derived from it: which compute op must have retired before a load may start ([`prefetch`]);
 //! 3. a second run with these edges lets the data engine work ahead.
 //!
-//! The better of the two runs is kept, so prefetching never makes a schedule later. A run without spills is better than any
-//! run with them, then the shorter one is, then the one with fewer spills. Both runs depend on a ranking of the
-//! compute ops; several are tried, and for small graphs the best one is improved by exchanging neighbours, because there
-//! it is cheap. Everything is deterministic.
+//! The better of the two runs is kept, so prefetching never makes a schedule later. A run without spills is better than
+//! any run with them, then the shorter one is, then the one with fewer spills. Both runs depend on a ranking of the
+//! compute ops; several are tried, and for small graphs the best one is improved by exchanging neighbours, because
+//! there it is cheap. Everything is deterministic.
 //!
 //! *Spills only where nothing else fits*: a graph need not spill if its ops can run in some order, each output at one
-//! offset from its op's start to its last user's end (an output nobody uses: to the makespan). Finding such an order is as
-//! hard as packing, so this is a goal, not a law: a run spills only where its own order leaves no room, and of all that are
-//! tried one without spills is kept, however short the others are. The tests hold it against exhaustive search.
+//! offset from its op's start to its last user's end (an output nobody uses: to the makespan). Finding such an order is
+//! as hard as packing, so this is a goal, not a law: a run spills only where its own order leaves no room, and of all
+//! that are tried one without spills is kept, however short the others are. The tests hold it against exhaustive
+//! search.
 //!
-//! A run takes a few look-ups an op, in a bit set of what is ready and in the few gaps of memory; only a window of victims
-//! is found by looking at all buffers on chip.
+//! A run takes a few look-ups an op, in a bit set of what is ready and in the few gaps of memory; only a window of
+//! victims is found by looking at all buffers on chip.
 //!
-//! PERF: 100 000 ops in 30 ms and a million in 0.34 s, without spills (`bench_memory`'s tiles through a ring); layers of
-//! ops in a memory so tight that one op in three is spilled, 5 us an op. One core of a 2-core Xeon, November 2026.
+//! PERF: 100 000 ops in 30 ms and a million in 0.34 s, without spills (`bench_memory`'s tiles through a ring); layers
+//! of ops in a memory so tight that one op in three is spilled, 5 us an op. One core of a 2-core Xeon, November 2026.
 //!
 //! Laws, judged by [`check`], which shares no code with the scheduler:
 //! 1. each op runs once, for its cycles; each engine does one thing at a time;
 //! 2. an op starts when all its inputs are complete and resident, and they stay resident until it ends;
 //! 3. buffers that hold bytes at the same time hold different ones, below the capacity and at aligned offsets;
-//! 4. a buffer holds its bytes from its op's start to its last user's end (an output nobody uses: to the makespan) except
-//!    from `write_end` to `read_start` of a spill. Only outputs of data ops are dropped without a write. Where the outputs
-//!    nobody uses do not all fit, those left outside have `read_start == read_end == makespan`: never read back.
+//! 4. a buffer holds its bytes from its op's start to its last user's end (an output nobody uses: to the makespan)
+//!    except from `write_end` to `read_start` of a spill. Only outputs of data ops are dropped without a write. Where
+//!    the outputs nobody uses do not all fit, those left outside have `read_start == read_end == makespan`: never read
+//!    back.
 
 pub mod check;
 mod graph;
@@ -253,8 +255,8 @@ fn tail_ranks(graph: &Graph) -> Vec<u32> {
 impl Schedule {
     /// When how many bytes begin or cease to be held: in time order, and of one time those that cease first.
     ///
-    /// Each engine runs its ops mostly in the order of the list, so what is pushed is a few ascending runs, which a stable
-    /// sort only merges.
+    /// Each engine runs its ops mostly in the order of the list, so what is pushed is a few ascending runs, which a
+    /// stable sort only merges.
     fn changes(&self, graph: &Graph) -> Vec<(u64, i64)> {
         // No graph's bytes sum to 2^63.
         let bytes = |op: u32| graph.ops[op as usize].bytes as i64;

@@ -1,10 +1,10 @@
 //! Prefetch edges: how early each load may start, from a run that shows when each compute op runs.
 //!
-//! The first run says, for each position of the compute order, how many bytes are on chip then apart from the loads made
-//! for it. Walking the loads in the order of need, each gets the earliest position at which it fits beside everything: the
-//! bytes of every position from there to its consumer, and all loads that are on chip by then and still unused. The
-//! data engine works in order, so these positions never decrease and one pass with a sliding maximum finds them all, however
-//! many levels deep the memory allows.
+//! The first run says, for each position of the compute order, how many bytes are on chip then apart from the loads
+//! made for it. Walking the loads in the order of need, each gets the earliest position at which it fits beside
+//! everything: the bytes of every position from there to its consumer, and all loads that are on chip by then and still
+//! unused. The data engine works in order, so these positions never decrease and one pass with a sliding maximum finds
+//! them all, however many levels deep the memory allows.
 
 use std::collections::VecDeque;
 

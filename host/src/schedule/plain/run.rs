@@ -1,9 +1,9 @@
 //! One run of the feasible memory scheduler: the state, its steps, and the two loops made of them.
 //!
-//! The state is a clock, two engines, a [`LinearScan`] over the chip's memory, and for every op how many inputs it still
-//! misses (in-degree), how many users its output still has (out-degree), and where its output is. A *scheduling* step
-//! allocates an op's output and starts it; an *un-scheduling* step takes the next completion off the time heap, frees what
-//! has lost its last user and finds out what has become ready.
+//! The state is a clock, two engines, a [`LinearScan`] over the chip's memory, and for every op how many inputs it
+//! still misses (in-degree), how many users its output still has (out-degree), and where its output is. A *scheduling*
+//! step allocates an op's output and starts it; an *un-scheduling* step takes the next completion off the time heap,
+//! frees what has lost its last user and finds out what has become ready.
 //!
 //! A data op whose own inputs are there counts as available on demand: its consumers do not wait on it in the in-degree
 //! table, it is brought in when one of them is chosen. So memory never fills with inputs of ops that cannot run yet.
@@ -12,10 +12,10 @@
 //! [`Run::with_prefetch`] replays the compute order of such a run while the data engine works ahead of it, each load as
 //! soon as its prefetch edge and the memory allow.
 //!
-//! Where nothing fits, an op is *forced*: room is made for it by spilling whole windows of memory, chosen by what they cost
-//! to bring back and how soon that will be; if the op's own inputs are in the way, memory is emptied and they come back
-//! side by side, which always succeeds because [`Graph`] refuses ops that do not fit with their inputs. Inputs that were
-//! produced can come back without anything else on chip, so forcing an op always ends.
+//! Where nothing fits, an op is *forced*: room is made for it by spilling whole windows of memory, chosen by what they
+//! cost to bring back and how soon that will be; if the op's own inputs are in the way, memory is emptied and they come
+//! back side by side, which always succeeds because [`Graph`] refuses ops that do not fit with their inputs. Inputs
+//! that were produced can come back without anything else on chip, so forcing an op always ends.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -171,8 +171,8 @@ impl<'g> Start<'g> {
 }
 
 impl Degrees {
-    /// An op misses no input any more; neither, perhaps, do those that only waited for it to become available. Names the
-    /// compute ops among them.
+    /// An op misses no input any more; neither, perhaps, do those that only waited for it to become available. Names
+    /// the compute ops among them.
     fn become_ready(&mut self, graph: &Graph, op: u32, mut found: impl FnMut(u32)) {
         self.stack.push(op);
         while let Some(op) = self.stack.pop() {
@@ -268,9 +268,9 @@ impl<'s, 'g> Run<'s, 'g> {
         self.finish(loads, base_bytes, Vec::new())
     }
 
-    /// The second run: the same compute order, with loads as early as `edges` and the memory allow. `edges[i]` is how many
-    /// compute ops must have retired before `loads[i]` may start. The ranks are the positions of that order, so distances
-    /// to the next use are known exactly.
+    /// The second run: the same compute order, with loads as early as `edges` and the memory allow. `edges[i]` is how
+    /// many compute ops must have retired before `loads[i]` may start. The ranks are the positions of that order, so
+    /// distances to the next use are known exactly.
     pub(super) fn with_prefetch(mut self, first: &Trace, edges: &[u32]) -> Trace {
         let order = &first.compute_order;
         let mut base_from: Vec<u64> = first.base_bytes.clone();
@@ -410,8 +410,8 @@ impl<'s, 'g> Run<'s, 'g> {
         op.bytes + absent.map(bytes).sum::<u64>() + needs.iter().map(bytes).sum::<u64>()
     }
 
-    /// Whether all that `op` demands fits at once: for certain where one gap is long enough for all of it, and otherwise
-    /// found by trial allocation.
+    /// Whether all that `op` demands fits at once: for certain where one gap is long enough for all of it, and
+    /// otherwise found by trial allocation.
     fn fits(&mut self, op: u32, needs: &[u32]) -> bool {
         let graph = self.graph;
         let own = &graph.ops[op as usize];
@@ -510,7 +510,8 @@ impl<'s, 'g> Run<'s, 'g> {
         None
     }
 
-    /// Ops off the compute chain fill what is left of the data engine, as long as the compute ops to come keep their room.
+    /// Ops off the compute chain fill what is left of the data engine, as long as the compute ops to come keep their
+    /// room.
     fn start_off_chain(&mut self, base_bytes: u64) -> bool {
         let Some(&op) = self.degrees.off_chain.front() else {
             return false;
@@ -584,8 +585,8 @@ impl<'s, 'g> Run<'s, 'g> {
 
     /// An op is complete: its inputs lose a user, its consumers an input.
     ///
-    /// A forced op retires before its end, so an input's last user to retire need not be the last to end: what is freed is
-    /// free from the latest end on.
+    /// A forced op retires before its end, so an input's last user to retire need not be the last to end: what is freed
+    /// is free from the latest end on.
     fn retire(&mut self, op: u32) {
         let graph = self.graph;
         self.state[op as usize] = State::Resident;
@@ -704,8 +705,8 @@ impl<'s, 'g> Run<'s, 'g> {
         own_offset
     }
 
-    /// Bytes for a piece of `op`: free ones, or a window whose buffers are the cheapest to spill. `None` if every window
-    /// holds something `op` reads.
+    /// Bytes for a piece of `op`: free ones, or a window whose buffers are the cheapest to spill. `None` if every
+    /// window holds something `op` reads.
     fn make_room(&mut self, bytes: u64, op: u32, target: u32) -> Option<u64> {
         let graph = self.graph;
         if let Some(offset) = self.scan.alloc(bytes, graph.alignment, Direction::Up) {

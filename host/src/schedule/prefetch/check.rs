@@ -1,5 +1,5 @@
-//! The judge of shared-memory plans. It knows the laws, not the planner: it replays each worker's count of retired compute
-//! ops and keeps what is in memory in a map from address to tile.
+//! The judge of shared-memory plans. It knows the laws, not the planner: it replays each worker's count of retired
+//! compute ops and keeps what is in memory in a map from address to tile.
 
 use super::{Plan, Reads, WorkerPlan};
 use crate::graph::task::WorkerLists;
@@ -239,7 +239,8 @@ fn coverage(worker: usize, plan: &WorkerPlan, reads: &[Reads], broken: &mut Vec<
     }
 }
 
-/// What a task reads from global memory is asked for once, before the tiles of the task and after those of the ones before it.
+/// What a task reads from global memory is asked for once, before the tiles of the task and after those of the ones
+/// before it.
 fn near(worker: usize, plan: &WorkerPlan, reads: &[Reads], broken: &mut Vec<Violation>) {
     let mut next = plan.prefetches.iter().peekable();
     for (compute, op) in plan.computes.iter().enumerate() {
@@ -263,8 +264,8 @@ fn near(worker: usize, plan: &WorkerPlan, reads: &[Reads], broken: &mut Vec<Viol
     }
 }
 
-/// Beside tiles nothing waits for tasks. Where there are none each task, as it begins, finds all that it wants asked for, and no more than may
-/// be beyond that, unless one task's alone is more.
+/// Beside tiles nothing waits for tasks. Where there are none each task, as it begins, finds all that it wants asked
+/// for, and no more than may be beyond that, unless one task's alone is more.
 fn paced(worker: usize, plan: &Plan, own: &WorkerPlan, broken: &mut Vec<Violation>) {
     let mut latest = 0;
     for (prefetch, op) in own.prefetches.iter().enumerate() {
@@ -344,7 +345,8 @@ fn merged(ranges: &mut [(u64, u64)]) -> Vec<(u64, u64)> {
     out
 }
 
-/// What the first copies find when the list begins again: every tile before the last ones has been read, those have not.
+/// What the first copies find when the list begins again: every tile before the last ones has been read, those have
+/// not.
 fn ahead(worker: usize, plan: &Plan, own: &WorkerPlan, broken: &mut Vec<Violation>) {
     let n = own.data.len();
     let mut may_come = true;

@@ -1,4 +1,5 @@
-//! Per-worker plans of shared memory: which bytes each worker's loader fetches, in which order, to where, and from when on.
+//! Per-worker plans of shared memory: which bytes each worker's loader fetches, in which order, to where, and from when
+//! on.
 //!
 //! ```text
 //! worker's tasks    | norm |     q_proj      | o_proj     ...        (events between them)
@@ -7,28 +8,30 @@
 //! shared memory     [d0|d1|d2|d3]  then  [d4|d5|..]                  while q_proj may still wait for its event
 //! ```
 //!
-//! A task *streams* the weights that its macro kernel takes from tiles ([`tiled`](perpetua_device::kernels::tiled)): they are cut into tiles of whole rows
-//! where a row fits a tile, or memory has room for a few. The task becomes as many compute ops as its longest stream has tiles; compute op `i` consumes
-//! tile `i` of each stream (a norm's weights with the first rows, gate with up), and a task that streams nothing is one
-//! compute op. Data ops are all tiles of a worker's list in the order they are consumed, across tasks and operators:
-//! weights depend on no activation, so the loader waits on no event, only for room.
+//! A task *streams* the weights that its macro kernel takes from tiles ([`tiled`](perpetua_device::kernels::tiled)):
+//! they are cut into tiles of whole rows where a row fits a tile, or memory has room for a few. The task becomes as
+//! many compute ops as its longest stream has tiles; compute op `i` consumes tile `i` of each stream (a norm's weights
+//! with the first rows, gate with up), and a task that streams nothing is one compute op. Data ops are all tiles of a
+//! worker's list in the order they are consumed, across tasks and operators: weights depend on no activation, so the
+//! loader waits on no event, only for room.
 //!
-//! What a body reads from global memory instead, small weights and the KV cache, is asked of the L2 cache by the loader in
-//! passing, between the tiles before and those after: a [`PrefetchOp`], which takes no shared memory and nobody waits for. In passes of several
-//! rows, which have no tiles, that is [all there is](near).
+//! What a body reads from global memory instead, small weights and the KV cache, is asked of the L2 cache by the loader
+//! in passing, between the tiles before and those after: a [`PrefetchOp`], which takes no shared memory and nobody
+//! waits for. In passes of several rows, which have no tiles, that is [all there is](near).
 //!
-//! Compute ops retire in the order in which their tiles were loaded, so a ring is the best allocator there is: a tile goes
-//! where the one before it ends, or to the start of memory, and may be loaded once the youngest tile it overwrites has
-//! been consumed. (On a GPU, where a body may hold the tiles of one compute op until it has those of the next, memory has room for
-//! four times as many.) This is the feasible memory scheduler of [`super::plain`] with its data ops in consumption order and
-//! nothing ever spilled, in linear time.
+//! Compute ops retire in the order in which their tiles were loaded, so a ring is the best allocator there is: a tile
+//! goes where the one before it ends, or to the start of memory, and may be loaded once the youngest tile it overwrites
+//! has been consumed. (On a GPU, where a body may hold the tiles of one compute op until it has those of the next,
+//! memory has room for four times as many.) This is the feasible memory scheduler of [`super::plain`] with its data ops
+//! in consumption order and nothing ever spilled, in linear time.
 //!
-//! When a pass's last tiles are on their way the memory would have nothing to do until the next token is there. So the first tiles of a program
-//! that is run again and again are brought [ahead](Plan::repeat), as far as they do not overwrite what is still to be read.
+//! When a pass's last tiles are on their way the memory would have nothing to do until the next token is there. So the
+//! first tiles of a program that is run again and again are brought [ahead](Plan::repeat), as far as they do not
+//! overwrite what is still to be read.
 //!
-//! Laws, judged by [`check()`], which shares no code with the planner: a plan covers exactly what its tasks read; no two
-//! tiles that may be live together overlap or share a barrier; nothing leaves the capacity; no copy waits for its own
-//! reader or a later one, so that loader and consumer always get on.
+//! Laws, judged by [`check()`], which shares no code with the planner: a plan covers exactly what its tasks read; no
+//! two tiles that may be live together overlap or share a barrier; nothing leaves the capacity; no copy waits for its
+//! own reader or a later one, so that loader and consumer always get on.
 
 mod check;
 mod near;
@@ -132,8 +135,8 @@ pub struct Stream {
     pub source: u32,
     /// Its box.
     pub operand: Operand,
-    /// How many parts rows of a matrix are taken in: the first parts of all rows, then the next ones ([`linear::segment_len`]). 1: rows are
-    /// whole, one after the other.
+    /// How many parts rows of a matrix are taken in: the first parts of all rows, then the next ones
+    /// ([`linear::segment_len`]). 1: rows are whole, one after the other.
     pub segments: u32,
 }
 
@@ -165,14 +168,15 @@ impl Reads {
     }
 }
 
-/// The most bytes that a plan's tiles may have, all together: no machine we know has memory for more weights, whose copies take some
-/// gigabytes.
+/// The most bytes that a plan's tiles may have, all together: no machine we know has memory for more weights, whose
+/// copies take some gigabytes.
 pub const MAX_TILED_BYTES: u64 = 1 << 40;
 
 /// Copies and prefetches move whole units of this.
 const UNIT_BYTES: u64 = 16;
 
-/// Per task, what it reads. A task whose declared cost reads less than its weights looks rows up in a table: it has none.
+/// Per task, what it reads. A task whose declared cost reads less than its weights looks rows up in a table: it has
+/// none.
 pub fn reads(graph: &ThreadBlockGraph, tasks: &TaskGraph, costs: &[Cost]) -> Vec<Reads> {
     let mut buffer = Vec::new();
     tasks.tasks.iter().zip(costs).map(|(task, cost)| task_reads(graph, task, cost, &mut buffer)).collect()
@@ -221,7 +225,8 @@ fn task_reads(graph: &ThreadBlockGraph, task: &Task, cost: &Cost, buffer: &mut V
     reads
 }
 
-/// The operands of `op` that are biases of experts, a row for each, of which a task reads those of the experts it chooses.
+/// The operands of `op` that are biases of experts, a row for each, of which a task reads those of the experts it
+/// chooses.
 fn biases_of_experts(op: &BlockOp) -> &'static [usize] {
     match op.kernel.map(|kernel| kernel.task_type) {
         Some(ExpertsUp::TASK_TYPE) => &[experts_up::slot::GATE_BIAS, experts_up::slot::UP_BIAS],
@@ -231,7 +236,8 @@ fn biases_of_experts(op: &BlockOp) -> &'static [usize] {
     }
 }
 
-/// Of what a task of `op` reads, the weights of experts: which they are is not known before it runs, so that nobody brings them.
+/// Of what a task of `op` reads, the weights of experts: which they are is not known before it runs, so that nobody
+/// brings them.
 fn experts_bytes(graph: &ThreadBlockGraph, op: &BlockOp, operands: &[Operand], cost: &Cost) -> u64 {
     let is_stack = |access: &Access| graph.table.is_stack(access.tensor);
     if !op.accesses.iter().flatten().any(is_stack) {
@@ -269,9 +275,9 @@ fn is_carried(operand: &Operand) -> bool {
         && operand.offset_bytes.is_multiple_of(UNIT_BYTES)
 }
 
-/// The contiguous pieces of `stream`, as offset and bytes in its source: parts of rows where it is taken in segments; otherwise none larger
-/// than the `machine`'s tiles, in as many rows as it multiplies at once where that are more, but for whole rows of at most `row_bytes`, and
-/// rows in lines, which are never cut.
+/// The contiguous pieces of `stream`, as offset and bytes in its source: parts of rows where it is taken in segments;
+/// otherwise none larger than the `machine`'s tiles, in as many rows as it multiplies at once where that are more, but
+/// for whole rows of at most `row_bytes`, and rows in lines, which are never cut.
 fn tiles(stream: &Stream, machine: &Machine, row_bytes: u64, out: &mut Vec<(u64, u32)>) {
     out.clear();
     let is_in_lines = stream.operand.lines().is_some();
@@ -459,8 +465,8 @@ pub(crate) fn plan_list(
 }
 
 impl Plan {
-    /// Has what waits for nothing brought ahead of the pass, where the pass before was one of the same program; but not to a worker that, with
-    /// all tiles of its list taken, comes to a task that `takes_memory`, all of it, for itself.
+    /// Has what waits for nothing brought ahead of the pass, where the pass before was one of the same program; but not
+    /// to a worker that, with all tiles of its list taken, comes to a task that `takes_memory`, all of it, for itself.
     pub fn repeat(&mut self, takes_memory: impl Fn(u32) -> bool) {
         let n_barriers = self.n_barriers as usize;
         for WorkerPlan { data, computes, .. } in &mut self.workers {

@@ -1,10 +1,10 @@
 //! What bodies read from global memory, and loaders ask the L2 cache for before they do.
 //!
-//! In a pass of one row that is little beside what comes in tiles. A pass of several rows has no tiles at all: its products take
-//! the memory for themselves. So its loaders ask for the beginnings of the next tasks' weights and caches while their worker waits for an event or
-//! computes, as much as [`Machine::near_ahead_bytes`]: the memory is busy meanwhile, and a body begins with what is there and
-//! reads on by itself. Of weights that several tasks read, each its own rows of activations, the first asks, and for what only a pass that samples
-//! reads, only there.
+//! In a pass of one row that is little beside what comes in tiles. A pass of several rows has no tiles at all: its
+//! products take the memory for themselves. So its loaders ask for the beginnings of the next tasks' weights and caches
+//! while their worker waits for an event or computes, as much as [`Machine::near_ahead_bytes`]: the memory is busy
+//! meanwhile, and a body begins with what is there and reads on by itself. Of weights that several tasks read, each its
+//! own rows of activations, the first asks, and for what only a pass that samples reads, only there.
 //!
 //! ```text
 //! worker's tasks   | norm | q | attention |   o   | gate and up ...
@@ -36,7 +36,8 @@ pub(super) fn whole(operand: &Operand) -> Option<PrefetchOp> {
     Some(PrefetchOp { source_offset_bytes: first, bytes, apart_bytes: bytes, stretches: 1, ..PrefetchOp::default() })
 }
 
-/// A prefetch of the positions that `task`, of an attention over one row or cut along positions, reads of `operand`, a cache of one head.
+/// A prefetch of the positions that `task`, of an attention over one row or cut along positions, reads of `operand`, a
+/// cache of one head.
 pub(super) fn positions(graph: &ThreadBlockGraph, task: &Task, slot: usize, operand: &Operand) -> Option<PrefetchOp> {
     let op = &graph.ops[task.op as usize];
     let kernel = op.kernel?;
@@ -127,8 +128,8 @@ pub fn reads_of_many_rows(
     tasks.tasks.iter().zip(costs).map(of_task).collect()
 }
 
-/// Of the weights of a task of `op`, what it copies before its events have fired: the first columns, where tensor cores multiply. See the device's
-/// `gpu::warpgroup`.
+/// Of the weights of a task of `op`, what it copies before its events have fired: the first columns, where tensor cores
+/// multiply. See the device's `gpu::warpgroup`.
 fn early_bytes(graph: &ThreadBlockGraph, op: &BlockOp, operands: &[Operand]) -> u64 {
     let matrices = || op.early_reads(&graph.table).iter().map(|slot| &operands[*slot]);
     // Only products read any early.
@@ -146,8 +147,8 @@ fn early_bytes(graph: &ThreadBlockGraph, op: &BlockOp, operands: &[Operand]) -> 
     matrices().map(|w| w.bytes() * columns.min(k) / k).sum()
 }
 
-/// Of `op`, which asks for all of `operand`, no more than `most` bytes: what is read first, of a matrix the first columns of each row, of a
-/// cache the first positions.
+/// Of `op`, which asks for all of `operand`, no more than `most` bytes: what is read first, of a matrix the first
+/// columns of each row, of a cache the first positions.
 fn beginning(op: &PrefetchOp, operand: &Operand, most: u64) -> Option<PrefetchOp> {
     if prefetched_bytes(op) <= most {
         return Some(*op);
@@ -170,8 +171,8 @@ fn beginning(op: &PrefetchOp, operand: &Operand, most: u64) -> Option<PrefetchOp
     (fits && bytes > 0).then_some(PrefetchOp { bytes, apart_bytes, stretches: n, ..*op })
 }
 
-/// Spreads what `plan`, which has no tiles, asks for over its tasks: no more than [`Machine::near_ahead_bytes`] for those that its
-/// worker has not begun, but for what the next one alone wants.
+/// Spreads what `plan`, which has no tiles, asks for over its tasks: no more than [`Machine::near_ahead_bytes`] for
+/// those that its worker has not begun, but for what the next one alone wants.
 pub(super) fn pace(plan: &mut WorkerPlan, machine: &Machine) {
     let mut needed = vec![0; plan.computes.len()];
     plan.prefetches.iter().for_each(|op| needed[op.used_by as usize] += prefetched_bytes(op));
@@ -244,7 +245,8 @@ mod tests {
             let found = beginning(&whole(operand).expect("it has bytes"), operand, most);
             found.map(|op| (op.stretches, op.bytes, op.apart_bytes))
         };
-        // All of it; of 32 rows of 8192 bytes those 3 KiB that are 24 lines; not a line of each; no whole units from row to row.
+        // All of it; of 32 rows of 8192 bytes those 3 KiB that are 24 lines; not a line of each; no whole units from
+        // row to row.
         assert_eq!(beginning(&matrix(32, 64, 64), 4096), Some((1, 4096, 4096)));
         assert_eq!(beginning(&matrix(32, 4096, 4096), 98_304), Some((32, 3072, 8192)));
         assert_eq!(beginning(&matrix(32, 4096, 4096), 98_303), Some((32, 2944, 8192)));
