@@ -107,7 +107,7 @@ def text_config(r, kind):
         c["head_dim"] = head_dim
     if kind in ("llama", "smollm3", "granite", "granite_swa"):
         c |= {"attention_bias": r.random() < 0.4, "mlp_bias": r.random() < 0.4}
-    if kind in ("qwen3", "qwen3_moe", "mellum", "dots1", "afmoe", *GRANITES[1:], *SWAS[1:]):
+    if kind in ("qwen3", "qwen3_moe", "mellum", "dots1", "afmoe", "lfm3", *GRANITES[1:], *SWAS[1:]):
         c["attention_bias"] = r.random() < 0.4
     if kind in ("mistral", "mixtral"):
         c["sliding_window"] = r.choice([None, 1, 3, 7, 16, 40, 4096])
@@ -192,10 +192,10 @@ def text_config(r, kind):
         c |= {"moe_intermediate_size": r.choice([8, 24, 64, 100]), "norm_topk_prob": r.random() < 0.7, "routed_scaling_factor": r.choice([1.0, 2.5])}
     if kind == "dots1":
         c |= {"first_k_dense_replace": r.randrange(layers + 1), "n_shared_experts": r.choice([1, 2]), "n_group": 1, "topk_group": 1}
-        c |= {"layer_types": [r.choice(LAYER_TYPES) for _ in range(layers)], "sliding_window": r.choice([2, 8, 16, 64])}
+        c |= r.choice([{"layer_types": [r.choice(LAYER_TYPES) for _ in range(layers)]}, {"max_window_layers": r.randrange(layers + 1)}]) | {"sliding_window": r.choice([2, 8, 16, 64])}
     if kind == "afmoe":
         c |= {"num_dense_layers": r.randrange(layers + 1), "num_shared_experts": r.choice([1, 2]), "route_scale": r.choice([1.0, 2.5]), "mup_enabled": r.random() < 0.5}
-        c |= {"layer_types": [r.choice(LAYER_TYPES) for _ in range(layers)], "sliding_window": r.choice([2, 8, 16, 64])}
+        c |= r.choice([{"layer_types": [r.choice(LAYER_TYPES) for _ in range(layers)]}, {"global_attn_every_n_layers": r.choice([1, 2, 3])}]) | {"sliding_window": r.choice([2, 8, 16, 64])}
     if kind in ("glm4_moe", "solar_open"):
         c |= {"attention_bias": r.random() < 0.5, "n_shared_experts": r.choice([1, 2]), "n_group": 1, "topk_group": 1}
     if kind == "glm4_moe":

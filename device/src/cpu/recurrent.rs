@@ -367,7 +367,7 @@ impl Body for Gated {
             let [x, gate, y] = [&self.x, &self.gate, &self.y].map(|of| Row::of(of, [r, h, 0], of.extent(2)));
             let w = self.w.is_present().then(|| Row::of(&self.w, [0], d));
             let params = self.params;
-            // SAFETY: the level exists (caller); the rows have one length.
+            // SAFETY: the level exists (caller); the rows have one length, but for a gate that is one for all.
             unsafe { L::S::call(GatedRow::<L::S> { x, w, gate, y, params, set: PhantomData }) };
         }
     }
@@ -383,19 +383,18 @@ struct GatedRow<S> {
 }
 
 impl<S: Simd> GatedRow<S> {
-    /// f of the gate's elements.
+    /// f of the gate's element, where it is one for all.
     #[inline(always)]
-    unsafe fn opened(&self, i: usize, n: usize) -> S::F {
+    unsafe fn opened_at_once(&self) -> Option<S::F> {
+        // SAFETY: the caller's promises are the same; beyond the one element are zeros.
+        (self.gate.len() == 1).then(|| unsafe { self.opened(S::splat(S::sum(self.gate.load::<S>(0, 1)))) })
+    }
+
+    /// f of these.
+    #[inline(always)]
+    unsafe fn opened(&self, gate: S::F) -> S::F {
         // SAFETY: the caller's promises are the same.
-        unsafe {
-            // One for all of a head, or each of them its own.
-            let gate = if self.gate.len() == 1 {
-                S::splat(S::sum(self.gate.load::<S>(0, 1)))
-            } else {
-                self.gate.load::<S>(i, n)
-            };
-            gated::<S>(if self.params.is_silu == 1 { gate } else { S::splat(1.0) }, gate)
-        }
+        unsafe { gated::<S>(if self.params.is_silu == 1 { gate } else { S::splat(1.0) }, gate) }
     }
 }
 
@@ -406,12 +405,17 @@ impl<S: Simd> Leaf for GatedRow<S> {
         let len = self.x.len();
         // SAFETY: inside the rows; the set exists (caller).
         unsafe {
+            let at_once = self.opened_at_once();
+            let opened = |i: usize, n: usize| match at_once {
+                Some(opened) => opened,
+                None => self.opened(self.gate.load::<S>(i, n)),
+            };
             // Of nobody where there is no norm.
             let normed = if self.w.is_some() { len } else { 0 };
             let squares = sum_over!(S, normed, |i, n| {
                 let mut x = self.x.load::<S>(i, n);
                 if self.params.gates_first == 1 {
-                    x = S::mul(x, self.opened(i, n));
+                    x = S::mul(x, opened(i, n));
                 }
                 S::mul(x, x)
             });
@@ -419,7 +423,7 @@ impl<S: Simd> Leaf for GatedRow<S> {
             let mut i = 0;
             while i < len {
                 let n = S::LANES.min(len - i);
-                let mut x = S::mul(self.x.load::<S>(i, n), self.opened(i, n));
+                let mut x = S::mul(self.x.load::<S>(i, n), opened(i, n));
                 if let Some(w) = self.w {
                     x = S::mul(S::mul(x, scale), w.load::<S>(i, n));
                 }

@@ -313,10 +313,10 @@ impl<'a> Decoder<'a> {
         let names = ["q", "k", "v", "qkv"].map(|which| format!("model.layers.{layer}.self_attn.{which}_proj"));
         let [q, k, v, qkv] = names.each_ref().map(String::as_str);
         let kv_dim = n_kv_heads * head_dim;
-        let q_dim = n_heads * head_dim * self.of_query();
+        let q_dim = n_heads * head_dim * self.config.of_query();
         let fused = self.config.architecture.is_fused().then_some(qkv);
         let [of_q, of_k, of_v] = self.matrices([(q, q_dim), (k, kv_dim), (v, kv_dim)], fused, hidden_size)?;
-        let gate = match self.config.gate.and_then(|gate| gate_of(self.config, gate)) {
+        let gate = match gate_of(self.config) {
             Some(n) => Some(self.linear(&format!("model.layers.{layer}.{GATE}"), x, [n, hidden_size], false, None)?),
             None => None,
         };
@@ -326,11 +326,6 @@ impl<'a> Decoder<'a> {
             v: self.linear_with(of_v, v, x, has_bias, None)?,
             gate,
         })
-    }
-
-    /// How many times a head's elements its query takes of a row of queries: its gate may stand there, too.
-    fn of_query(&self) -> usize {
-        if self.config.gate == Some(AttentionGate::BesideQueries) { 2 } else { 1 }
     }
 
     /// Rotates queries and keys (normalised first, where the configuration says so), appends keys and values to the
@@ -354,7 +349,7 @@ impl<'a> Decoder<'a> {
         };
         let group = n_heads / n_kv_heads;
         // Per head, what its query takes of the row, and a gate, if there are gates.
-        let taken = head_dim * self.of_query();
+        let taken = head_dim * self.config.of_query();
         let strides = [n_heads * taken, group * taken, taken, 1];
         let q = self.graph.view(p.q, 0, &[rows, n_kv_heads, group, head_dim], &strides)?;
         let k = self.graph.reshape(p.k, &[rows, n_kv_heads, head_dim])?;
@@ -511,7 +506,7 @@ impl<'a> Decoder<'a> {
         self.linear(&of_layer("out_proj"), gated, [hidden_size, values], false, x)
     }
 
-    /// x + (c * convolution(b * u)) . out^T, where b, c and u are h . in^T.
+    /// (x +) (c * convolution(b * u)) . out^T, where b, c and u are h . in^T.
     fn convolution(
         &mut self,
         layer: usize,

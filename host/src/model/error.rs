@@ -111,12 +111,14 @@ pub enum ModelError {
         expected: String,
     },
     /// A tensor's elements are of a type no kernel reads.
-    #[error("{name}: dtype {given}, expected bf16, f16 or f32")]
+    #[error("{name}: dtype {given}, expected {expected}")]
     TensorDtype {
         /// The tensor.
         name: String,
         /// Its element type in the file.
         given: String,
+        /// Those that are read.
+        expected: &'static str,
     },
     /// Experts whose elements are of several types: they are one tensor.
     #[error("{name}: dtype {given}, expected that of the first expert, {expected}")]

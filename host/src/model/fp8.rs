@@ -32,7 +32,10 @@ pub(super) fn remade(
     block: Option<[usize; 2]>,
 ) -> Result<Remade, ModelError> {
     let wrong = |expected: String| ModelError::ScaleShape { name: scales.to_owned(), given: grid.to_owned(), expected };
-    let &[rows, k] = shape else { return Err(wrong(format!("those of a matrix, which {name} is not"))) };
+    let (rows, k) = match shape {
+        &[rows, k] if rows > 0 && k > 0 => (rows, k),
+        _ => return Err(wrong(format!("those of a matrix, which {name} {} is not", shape_text(shape)))),
+    };
     let blocks = |[r, c]: [usize; 2]| [rows.div_ceil(r), k.div_ceil(c)];
     let block = match (grid, block) {
         ([] | [1] | [1, 1], _) => [rows, k],
@@ -204,7 +207,9 @@ mod tests {
         let message = of(&[300, 200], &[4, 2], given).expect_err("none fits");
         assert_eq!(message, "w_scale: shape [4, 2], expected [1], [300, 1] or [3, 2]");
         assert!(of(&[300, 200], &[7, 2], None).expect_err("no even parts").contains("[300, 1]"));
-        assert!(of(&[2, 300, 200], &[2], None).expect_err("no matrix").contains("which w is not"));
+        for shape in [&[2, 300, 200][..], &[300, 0], &[0, 200], &[300]] {
+            assert!(of(shape, &[1], None).expect_err("no matrix").contains("expected those of a matrix, which w ["));
+        }
         assert!(of(&[300, 200], &[0, 0], None).is_err());
     }
 }

@@ -147,9 +147,9 @@ pub(crate) const SINKS: &str = "self_attn.sinks";
 /// The matrix of attention's gate, in a layer, where it has one of its own.
 pub(crate) const GATE: &str = "self_attn.gate_proj";
 
-/// How many elements of a gate it makes.
-pub(crate) fn gate_of(c: &DecoderConfig, gate: AttentionGate) -> Option<usize> {
-    match gate {
+/// How many elements of a gate it makes, if there is one.
+pub(crate) fn gate_of(c: &DecoderConfig) -> Option<usize> {
+    match c.gate? {
         AttentionGate::BesideQueries => None,
         AttentionGate::Elements => Some(c.n_heads * c.head_dim),
         AttentionGate::Heads => Some(c.n_heads),
@@ -210,7 +210,8 @@ pub fn is_spare(config: &ModelConfig, name: &str) -> bool {
                 "mtp.",
             ];
             let part = name.strip_prefix("model.").unwrap_or(name);
-            config.tie_word_embeddings && ["lm_head.weight", "language_model.lm_head.weight"].contains(&name)
+            let scaled = fp8::SCALES.iter().find_map(|scales| name.strip_suffix(scales)).unwrap_or(name);
+            config.tie_word_embeddings && ["lm_head.weight", "language_model.lm_head.weight"].contains(&scaled)
                 || name.ends_with(".rotary_emb.inv_freq")
                 || fp8::SCALES_OF_ACTIVATIONS.iter().any(|scale| name.ends_with(scale))
                 || is_beyond_layers(config, part)
@@ -434,7 +435,7 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
         }
         let experts = c.experts_of(i);
         let mixer = c.mixer_of(i);
-        let q_out = if c.gate == Some(AttentionGate::BesideQueries) { 2 * q_dim } else { q_dim };
+        let q_out = q_dim * c.of_query();
         let projections: &[_] = match (mixer, c.architecture.is_fused()) {
             (Some(_), _) => &[],
             (None, true) => &[("self_attn.qkv_proj", q_out + 2 * kv_dim)],
@@ -460,7 +461,7 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
                 add(format!("{layer}.{part}.bias"), vec![out], Role::Bias);
             }
         }
-        if let (Some(gate), None) = (c.gate.and_then(|gate| gate_of(c, gate)), mixer) {
+        if let (Some(gate), None) = (gate_of(c), mixer) {
             add(format!("{layer}.{GATE}.weight"), vec![gate, c.hidden_size], Role::Linear);
         }
         if c.has_sinks {

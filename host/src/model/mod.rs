@@ -228,7 +228,7 @@ impl ModelFolder {
             weights.add(&dense.folder, &dense.prefix)?;
         }
         for stack in layout::stacks(&self.config) {
-            if stack.may_be_apart && weights.get(&stack.name).is_none() {
+            if stack.may_be_apart && !weights.contains(&stack.name) {
                 continue;
             }
             weights.take_apart(&stack.name, &stack.shape, &stack.parts, &stack.part_shape)?;
@@ -237,8 +237,8 @@ impl ModelFolder {
             Stored::Fp8 { block } => block,
             Stored::Floats | Stored::Mxfp4 => None,
         };
-        let matrices = [layout::tensors(&self.config), remade::files(&self.config)].concat();
-        weights.widen_fp8(matrices.iter().map(|spec| spec.name.as_str()), block)?;
+        let matrices = layout::tensors(&self.config).into_iter().chain(remade::files(&self.config));
+        weights.widen_fp8(matrices.map(|spec| spec.name), block)?;
         weights.remake(remade::of(&self.config))?;
         Ok(self.weights.get_or_init(|| weights))
     }

@@ -280,6 +280,16 @@ impl Remade {
         }
     }
 
+    /// What its `source` may be of, for errors.
+    pub(super) fn expected(&self, source: &str) -> &'static str {
+        match &self.of {
+            Origin::Mxfp4 { .. } => "u8",
+            Origin::Fp8 { scales, .. } if source == scales => "f32, bf16, f16 or f8_e8m0",
+            Origin::Fp8 { .. } => "f8_e4m3",
+            _ => FLOATS,
+        }
+    }
+
     /// Whether its `source` may be of this type.
     pub(super) fn takes(&self, source: &str, dtype: FileDtype) -> bool {
         match &self.of {
@@ -337,6 +347,9 @@ impl Remade {
         Ok(made)
     }
 }
+
+/// What errors call the types of elements that are read as they are.
+pub(super) const FLOATS: &str = "bf16, f16 or f32";
 
 /// What networks read of these: as it is.
 fn float(dtype: FileDtype) -> Option<DType> {

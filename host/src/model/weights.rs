@@ -27,7 +27,7 @@ use super::aligned::AlignedBytes;
 use super::error::{ModelError, shape_text};
 use super::fp8;
 use super::json::{Fields, read_value};
-use super::remade::{Part, Remade};
+use super::remade::{FLOATS, Part, Remade};
 use crate::parallel::side_by_side;
 
 const SINGLE: &str = "model.safetensors";
@@ -198,22 +198,26 @@ impl Weights {
         Ok(())
     }
 
-    /// Puts matrices in the place of those among `names` that files have in [FP8](super::fp8), with scales of so many
-    /// elements each, or of whatever their shape says.
-    pub(super) fn widen_fp8<'a>(
+    /// Puts matrices in the place of those among `names` that files have in [FP8](super::fp8): with a scale for each block
+    /// of so many rows and columns, or as the shape of the scales says.
+    pub(super) fn widen_fp8(
         &mut self,
-        names: impl Iterator<Item = &'a str>,
+        names: impl Iterator<Item = String>,
         block: Option<[usize; 2]>,
     ) -> Result<(), ModelError> {
+        let is_fp8 = |tensor: &Tensor| matches!(tensor, Tensor::InFile(Location { dtype: FileDtype::F8_E4M3, .. }));
+        if !self.tensors.values().any(is_fp8) {
+            return Ok(());
+        }
         // What a network reads may be called as what it is made of.
         let mut all = BTreeMap::new();
         for name in names {
-            let Some((name, Tensor::InFile(Location { dtype: FileDtype::F8_E4M3, shape, .. }))) = self.entry(name)
+            let Some((name, Tensor::InFile(Location { dtype: FileDtype::F8_E4M3, shape, .. }))) = self.entry(&name)
             else {
                 continue;
             };
-            let scales = fp8::SCALES.iter().map(|suffix| format!("{name}{suffix}"));
-            let Some((scales, tensor)) = scales.filter_map(|scales| self.tensors.get_key_value(&scales)).next() else {
+            let mut scales = fp8::SCALES.iter().map(|suffix| format!("{name}{suffix}"));
+            let Some((scales, tensor)) = scales.find_map(|scales| self.tensors.get_key_value(&scales)) else {
                 let name = format!("{name}{}", fp8::SCALES[0]);
                 return Err(ModelError::TensorAbsent { name, path: self.source.clone() });
             };
@@ -249,7 +253,8 @@ impl Weights {
                     unreachable!("what is made in fewer bits nothing is made of")
                 };
                 if !remade.takes(name, dtype) {
-                    return Err(ModelError::TensorDtype { name: name.to_owned(), given: said(dtype) });
+                    let expected = remade.expected(name);
+                    return Err(ModelError::TensorDtype { name: name.to_owned(), given: said(dtype), expected });
                 }
                 dtypes.push(dtype);
                 sources.push(source);
@@ -474,9 +479,13 @@ impl Weights {
         }
         match tensor {
             Tensor::Made(made) => Ok(made.dtype),
-            Tensor::InFile(Location { dtype, .. }) => known_dtype(*dtype)
-                .filter(|dtype| dtype.is_float())
-                .ok_or_else(|| ModelError::TensorDtype { name: name.to_owned(), given: said(*dtype) }),
+            Tensor::InFile(Location { dtype, .. }) => {
+                known_dtype(*dtype).filter(|dtype| dtype.is_float()).ok_or_else(|| ModelError::TensorDtype {
+                    name: name.to_owned(),
+                    given: said(*dtype),
+                    expected: FLOATS,
+                })
+            }
         }
     }
 

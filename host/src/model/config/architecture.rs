@@ -172,6 +172,12 @@ pub(super) enum Sliding {
     All,
     /// Those from `max_window_layers` on, or those that `layer_types` names, if `use_sliding_window`.
     Later,
+    /// Those from `max_window_layers` on, of which there are so many where the file does not say it, or those that
+    /// `layer_types` names.
+    Behind {
+        /// How many have none.
+        first: usize,
+    },
     /// All of them, if `use_sliding_window`.
     AllIfUsed,
     /// All, or those that `layer_types` names.
@@ -180,10 +186,12 @@ pub(super) enum Sliding {
     NamedAlone,
     /// Those that `layer_types` names; else all but every so many.
     Most {
-        /// How many, where the file does not say.
+        /// What may say how many.
+        key: &'static str,
+        /// How many, where the file does not.
         pattern: usize,
     },
-    /// The same, of which that is the first.
+    /// Those that `layer_types` names; else all but layer 0 and every so many behind it.
     MostBehind {
         /// How many.
         pattern: usize,
@@ -342,7 +350,8 @@ pub(super) struct Traits {
     /// `None`: `hidden_size / n_heads`.
     pub(super) head_dim: Option<usize>,
     pub(super) max_position_embeddings: usize,
-    pub(super) eps_key: &'static str,
+    /// What may say the norms' epsilon.
+    pub(super) eps_keys: &'static [&'static str],
     pub(super) rms_norm_eps: f64,
     pub(super) rope_theta: f64,
     pub(super) tie_word_embeddings: bool,
@@ -389,11 +398,14 @@ const USUAL: Traits = Traits {
     n_kv_heads: None,
     head_dim: None,
     max_position_embeddings: 32_768,
-    eps_key: "rms_norm_eps",
+    eps_keys: &["rms_norm_eps"],
     rms_norm_eps: 1e-6,
     rope_theta: 1e4,
     tie_word_embeddings: false,
 };
+
+/// What says every how manieth layer has no window.
+const PATTERN: &str = "sliding_window_pattern";
 
 const QWEN: Traits = Traits { sliding: Sliding::Later, n_kv_heads: Some(32), ..USUAL };
 
@@ -498,7 +510,7 @@ const LFM: Traits = Traits {
     attention_bias: Biases::Never,
     n_kv_heads: Some(8),
     max_position_embeddings: 128_000,
-    eps_key: "norm_eps",
+    eps_keys: &["norm_eps"],
     rms_norm_eps: 1e-5,
     rope_theta: 1e6,
     tie_word_embeddings: true,
@@ -508,7 +520,7 @@ const LFM: Traits = Traits {
 const EXAONE: Traits = Traits {
     qk_norm: QkNorm::Heads,
     attention_bias: Biases::Never,
-    sliding: Sliding::Most { pattern: 4 },
+    sliding: Sliding::Most { key: PATTERN, pattern: 4 },
     is_still_without_window: true,
     n_kv_heads: Some(32),
     max_position_embeddings: 2048,
@@ -673,7 +685,7 @@ impl Architecture {
                 norms_less_one: true,
                 qk_norm: QkNorm::Heads,
                 activation: Activation::GeluTanh,
-                sliding: Sliding::Most { pattern: 6 },
+                sliding: Sliding::Most { key: PATTERN, pattern: 6 },
                 ropes_by_type: true,
                 sliding_theta: Some(("rope_local_base_freq", 1e4)),
                 n_kv_heads: Some(4),
@@ -767,7 +779,7 @@ impl Architecture {
             Architecture::Olmo3 => Traits {
                 class_name: "Olmo3ForCausalLM",
                 model_type: "olmo3",
-                sliding: Sliding::Most { pattern: 4 },
+                sliding: Sliding::Most { key: PATTERN, pattern: 4 },
                 ropes_by_type: true,
                 rope_theta: 5e5,
                 ..OLMO
@@ -834,7 +846,7 @@ impl Architecture {
                 limits_experts: true,
                 has_sinks: true,
                 attention_bias: Biases::Said { key: "attention_bias", otherwise: true },
-                sliding: Sliding::Most { pattern: 2 },
+                sliding: Sliding::Most { key: PATTERN, pattern: 2 },
                 window: Some(128),
                 n_kv_heads: Some(8),
                 head_dim: Some(64),
@@ -868,8 +880,10 @@ impl Architecture {
                 sliding: Sliding::NamedAlone,
                 window: Some(256),
                 ropes_by_type: true,
+                attention_bias: if_said("attention_bias"),
                 n_kv_heads: Some(4),
                 head_dim: Some(128),
+                eps_keys: &["norm_eps", "rms_norm_eps"],
                 ..LFM
             },
             Architecture::Glm4Moe => Traits {
@@ -918,7 +932,7 @@ impl Architecture {
                     shared: Some(Shared { otherwise: 0, ..GLM_SHARED }),
                     ..GLM_EXPERTS
                 }),
-                sliding: Sliding::NamedAlone,
+                sliding: Sliding::Behind { first: 62 },
                 n_kv_heads: Some(32),
                 max_position_embeddings: 2048,
                 ..USUAL
@@ -939,7 +953,7 @@ impl Architecture {
                     shared: Some(Shared { key: "num_shared_experts", otherwise: 2, ..GLM_SHARED }),
                     ..GLM_EXPERTS
                 }),
-                sliding: Sliding::Most { pattern: 4 },
+                sliding: Sliding::Most { key: "global_attn_every_n_layers", pattern: 4 },
                 window: Some(1024),
                 is_still_without_window: true,
                 head_dim: Some(128),

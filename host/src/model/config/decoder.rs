@@ -194,6 +194,11 @@ impl DecoderConfig {
         self.experts.as_ref().filter(|experts| experts.layers[layer])
     }
 
+    /// How many times a head's elements its query takes of a row of queries: its gate may stand there, too.
+    pub(crate) fn of_query(&self) -> usize {
+        if self.gate == Some(AttentionGate::BesideQueries) { 2 } else { 1 }
+    }
+
     /// What layer `layer` does in the place of attention, if it does not attend.
     pub fn mixer_of(&self, layer: usize) -> Option<Mixer> {
         self.recurrent.as_ref().filter(|recurrent| recurrent.layers[layer]).map(|recurrent| recurrent.mixer)
@@ -216,6 +221,7 @@ pub(super) fn decoder(
     fields: &Fields<'_>,
     architecture: Architecture,
     is_tied: Option<bool>,
+    stored: Stored,
 ) -> Result<DecoderConfig, ModelError> {
     let is_gemma = architecture == Architecture::Gemma3;
     if is_gemma {
@@ -290,7 +296,7 @@ pub(super) fn decoder(
     if let Some(key) = traits.thetas_key {
         bases_of_layers(fields, key, &mut ropes_of_layers)?;
     }
-    let experts = experts(fields, architecture, n_layers)?;
+    let experts = experts(fields, architecture, n_layers, stored)?;
     let alone = traits.mixture.and_then(|mixture| mixture.shared).filter(|of| of.stands_alone && experts.is_none());
     // Where all layers have experts, and these a size of their own, the other one may be missing.
     let is_said = fields.get("intermediate_size").is_some();
@@ -312,7 +318,8 @@ pub(super) fn decoder(
         false => Ok(1.0),
     };
     let added = multiplier("residual_multiplier")?;
-    let rms_norm_eps = fields.real(traits.eps_key, 0.0..=1.0)?.unwrap_or(traits.rms_norm_eps);
+    let eps_key = traits.eps_keys.iter().find(|key| fields.get(key).is_some()).unwrap_or(&traits.eps_keys[0]);
+    let rms_norm_eps = fields.real(eps_key, 0.0..=1.0)?.unwrap_or(traits.rms_norm_eps);
     let sees_all = fields.flag("use_bidirectional_attention")?.unwrap_or(false);
     if sees_all && !is_gemma {
         return Err(fields.unsupported("use_bidirectional_attention", "false for this architecture"));
@@ -330,7 +337,7 @@ pub(super) fn decoder(
     let windows = windows(fields, architecture, &layers, of_window, max_position_embeddings)?;
     let act_key = if is_gemma { "hidden_activation" } else { "hidden_act" };
     // Its older files' name comes before today's.
-    let is_lfm = matches!(architecture, Architecture::Lfm2 | Architecture::Lfm2Moe | Architecture::Lfm3);
+    let is_lfm = matches!(architecture, Architecture::Lfm2 | Architecture::Lfm2Moe);
     let tied_before = if is_lfm { fields.flag("tie_embedding")? } else { None };
     let has_qk_norm = traits.qk_norm_key.map_or(Ok(true), |key| Ok(fields.flag(key)?.unwrap_or(false)));
     let has_gate = traits.gate_key.map_or(Ok(true), |key| Ok::<bool, ModelError>(fields.flag(key)?.unwrap_or(true)));
@@ -386,6 +393,10 @@ fn bases_of_layers(fields: &Fields<'_>, key: &str, ropes: &mut [Rope]) -> Result
     for (rope, base) in ropes.iter_mut().zip(bases) {
         match base {
             0.0 => *rope = Rope::NONE,
+            // YaRN takes its logarithm.
+            1.0 if matches!(rope.scaling, RopeScaling::Yarn { .. }) => {
+                return Err(fields.wrong(key, "0, or numbers above 1 (YaRN)"));
+            }
             1.0.. => rope.theta = base,
             _ => return Err(fields.wrong(key, "0, or numbers from 1 on")),
         }
@@ -430,12 +441,12 @@ fn recurrent(
     let before = recurs == Recurs::StateSpace && fields.get("layer_types").is_none();
     let key = if before { "layers_block_type" } else { "layer_types" };
     // Of those that attend some may have a window.
-    let attending: &[_] = match architecture.traits().sliding {
-        Sliding::Never => &["full_attention", "attention"],
-        _ => &["full_attention", SLIDING],
+    let (attending, said) = match architecture.traits().sliding {
+        Sliding::Never => (["full_attention", "attention"], "full_attention"),
+        _ => (["full_attention", SLIDING], "full_attention, sliding_attention"),
     };
-    let known = [names, attending].concat();
-    let supported = [&names[..1], &attending[..if attending[1] == SLIDING { 2 } else { 1 }]].concat().join(", ");
+    let known = [names, &attending].concat();
+    let supported = format!("{}, {said}", names[0]);
     let layers: Vec<bool> = match (kinds(fields, key, n_layers, &known, &supported)?, recurs) {
         (Some(kinds), _) => kinds.iter().map(|kind| names.contains(kind)).collect(),
         (None, Recurs::Convolution) if architecture == Architecture::Lfm3 => {
@@ -622,9 +633,13 @@ fn sliding_layers(fields: &Fields<'_>, architecture: Architecture, turns: &[bool
             let first = fields.whole("max_window_layers", 0..=MAX_LAYERS)?.unwrap_or(28);
             named(&|layer| layer >= first)
         }
-        Sliding::Most { pattern } => {
+        Sliding::Behind { first } => {
+            let first = fields.whole("max_window_layers", 0..=MAX_LAYERS)?.unwrap_or(first);
+            named(&|layer| layer >= first)
+        }
+        Sliding::Most { key, pattern } => {
             // What no other key says decides.
-            let said = if typed.is_none() { fields.whole("sliding_window_pattern", 1..=MAX_LAYERS)? } else { None };
+            let said = if typed.is_none() { fields.whole(key, 1..=MAX_LAYERS)? } else { None };
             let pattern = said.unwrap_or(pattern);
             named(&|layer| !(layer + 1).is_multiple_of(pattern))
         }
@@ -654,17 +669,27 @@ fn windows(
     of_window: usize,
     max_position_embeddings: usize,
 ) -> Result<Vec<Option<usize>>, ModelError> {
-    let window = window(fields, architecture)?;
-    let is_active = match architecture.traits().sliding {
+    let (window, sliding) = (window(fields, architecture)?, architecture.traits().sliding);
+    let are_typed = fields.get("layer_types").is_some();
+    // EXAONE's files may say so of layers that have none.
+    let counts_types = match sliding {
+        Sliding::Most { .. } => !matches!(architecture, Architecture::Exaone4 | Architecture::ExaoneMoe),
+        Sliding::NamedAlone | Sliding::MostBehind { .. } | Sliding::Behind { .. } | Sliding::Still => true,
+        _ => false,
+    };
+    if counts_types && are_typed && window.is_none() && layers.iter().any(|layer| layer.slides) {
+        return Err(fields.wrong("sliding_window", "a number, for layer_types has sliding_attention"));
+    }
+    let is_active = match sliding {
         Sliding::Never => false,
-        Sliding::All | Sliding::Named | Sliding::NamedAlone | Sliding::Most { .. } | Sliding::MostBehind { .. } => true,
+        Sliding::All
+        | Sliding::Named
+        | Sliding::NamedAlone
+        | Sliding::Most { .. }
+        | Sliding::MostBehind { .. }
+        | Sliding::Behind { .. } => true,
         // What the types of its layers say counts, whether windows are used or not.
-        Sliding::Still if fields.get("layer_types").is_some() => {
-            if window.is_none() && layers.iter().any(|layer| layer.slides) {
-                return Err(fields.wrong("sliding_window", "a number, for layer_types has sliding_attention"));
-            }
-            true
-        }
+        Sliding::Still if are_typed => true,
         Sliding::Later | Sliding::AllIfUsed | Sliding::Alternating | Sliding::Still => {
             fields.flag("use_sliding_window")?.unwrap_or(false)
         }
@@ -723,7 +748,12 @@ fn sigmoids(fields: &Fields<'_>, mixture: Mixture) -> Result<Option<Sigmoids>, M
 }
 
 /// The mixtures of experts of `architecture`.
-fn experts(fields: &Fields<'_>, architecture: Architecture, n_layers: usize) -> Result<Option<Experts>, ModelError> {
+fn experts(
+    fields: &Fields<'_>,
+    architecture: Architecture,
+    n_layers: usize,
+    stored: Stored,
+) -> Result<Option<Experts>, ModelError> {
     const MOST: usize = routing::MAX_EXPERTS as usize;
     let Some(mixture) = architecture.traits().mixture else { return Ok(None) };
     let key = mixture.keys.iter().find(|key| fields.get(key).is_some()).unwrap_or(&mixture.keys[0]);
@@ -763,7 +793,7 @@ fn experts(fields: &Fields<'_>, architecture: Architecture, n_layers: usize) -> 
         }),
         false => None,
     };
-    let is_mxfp4 = Stored::of_fields(fields)? == Stored::Mxfp4;
+    let is_mxfp4 = stored == Stored::Mxfp4;
     let rows = [
         ("hidden_size", fields.required_whole("hidden_size", 1..=MAX_HIDDEN)?),
         ("intermediate_size", intermediate_size),

@@ -77,8 +77,7 @@ impl ModelConfig {
     /// Understands a parsed config.json; `path` is what errors call it.
     pub fn from_value(path: &Path, value: &Value) -> Result<ModelConfig, ModelError> {
         let mut fields = Fields::new(path, value)?;
-        // What is not read is refused.
-        Stored::of(path, value)?;
+        let stored = Stored::of(path, value)?;
         let mut is_tied = None;
         // Of a model that sees or hears, the half that reads has a configuration of its own.
         let architecture = match fields.object("text_config")? {
@@ -98,7 +97,7 @@ impl ModelConfig {
         match architecture {
             Architecture::ModernBert => modern_bert::modern_bert(&fields).map(ModelConfig::ModernBert),
             of if of.is_encoder() => encoder::encoder(&fields, of).map(ModelConfig::Bert),
-            of => decoder::decoder(&fields, of, is_tied).map(ModelConfig::Decoder),
+            of => decoder::decoder(&fields, of, is_tied, stored).map(ModelConfig::Decoder),
         }
     }
 

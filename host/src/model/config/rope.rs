@@ -262,9 +262,11 @@ fn turned(
     Ok(dim)
 }
 
+/// What layers that attend are called.
+const LAYER_TYPES: [&str; 2] = ["full_attention", "sliding_attention"];
+
 /// Whether each type of layer has keys of its own, or null.
 fn is_by_type(given: &Fields<'_>) -> bool {
-    const LAYER_TYPES: [&str; 2] = ["full_attention", "sliding_attention"];
     LAYER_TYPES.iter().any(|name| given.has(name)) || given.entries().all(|(_, value)| value.is_object())
 }
 
@@ -281,9 +283,16 @@ fn ropes_by_type(
         // transformers does not heed them.
         return Err(fields.wrong("rope_parameters", "keys of full_attention and of sliding_attention"));
     }
-    // What their classes have by default is not what others have.
-    if new.is_none() && matches!(architecture, Architecture::Mellum | Architecture::Lfm3) {
-        return Err(fields.wrong("rope_parameters", "an object"));
+    // These have no older files, and what their classes have by default is not what others have.
+    if matches!(architecture, Architecture::Mellum | Architecture::Lfm3) {
+        if old.is_some() {
+            return Err(fields.unsupported("rope_scaling", "null"));
+        }
+        let Some(new) = &new else { return Err(fields.wrong("rope_parameters", "an object")) };
+        let types = fields.texts("layer_types")?.unwrap_or(vec![LAYER_TYPES[0]]);
+        if let Some(missing) = LAYER_TYPES.iter().find(|kind| types.contains(kind) && new.get(kind).is_none()) {
+            return Err(new.wrong(missing, "an object"));
+        }
     }
     let of_type = |name| new.as_ref().map_or(Ok(None), |new| new.object(name));
     let shape = Shape { architecture, original: None, max_position_embeddings, dim: head_dim };
@@ -327,11 +336,16 @@ fn rope(
     shape: Shape,
 ) -> Result<Rope, ModelError> {
     const KINDS: &str = "default, linear, llama3, yarn, longrope, proportional";
+    // Where a part of each head is turned anyway.
+    const KINDS_OF_PARTS: &str = "default, linear, llama3, yarn, longrope";
+    const PART: &str = "partial_rotary_factor";
     const THETA: std::ops::RangeInclusive<f64> = 1.0..=MAX_THETA;
     let Shape { architecture, max_position_embeddings, dim, .. } = shape;
     let traits = architecture.traits();
     let (mut theta, mut scaling) = (None, RopeScaling::Default);
-    let mut partial = fields.clone();
+    let (mut partial, mut is_beside) = (fields.clone(), true);
+    // What stands beside all other keys is of every embedding, but for those who have each type's apart.
+    let reads_beside = architecture != Architecture::Mellum;
     if let Some(given) = given {
         theta = given.real("rope_theta", THETA)?;
         let kind_key = if given.get("rope_type").is_some() { "rope_type" } else { "type" };
@@ -340,10 +354,13 @@ fn rope(
             "default" => RopeScaling::Default,
             // Positions in a picture have three numbers, which are one in text.
             "mrope" if given.get("mrope_section").is_some() => RopeScaling::Default,
-            "proportional" if traits.turned_part.is_none() => RopeScaling::Proportional {
-                part: given.real("partial_rotary_factor", 0.0..=1.0)?.unwrap_or(1.0),
-                factor: given.real("factor", 1.0..=1e6)?.unwrap_or(1.0),
-            },
+            "proportional" if traits.turned_part.is_none() => {
+                let beside = if reads_beside { fields.real(PART, 0.0..=1.0)? } else { None };
+                RopeScaling::Proportional {
+                    part: given.real(PART, 0.0..=1.0)?.or(beside).unwrap_or(1.0),
+                    factor: given.real("factor", 1.0..=1e6)?.unwrap_or(1.0),
+                }
+            }
             "linear" => RopeScaling::Linear { factor: given.required_real("factor", 1.0..=1e6)? },
             "llama3" => {
                 let low_freq_factor = given.required_real("low_freq_factor", 1e-6..=1e6)?;
@@ -364,15 +381,17 @@ fn rope(
                 longrope(&given, original()?, max_position_embeddings, dim)?
             }
             "yarn" => yarn(&given, original()?, max_position_embeddings)?,
+            _ if traits.turned_part.is_some() => return Err(given.unsupported(kind_key, KINDS_OF_PARTS)),
             _ => return Err(given.unsupported(kind_key, KINDS)),
         };
-        if given.get("partial_rotary_factor").is_some() {
-            partial = given;
+        if given.get(PART).is_some() {
+            (partial, is_beside) = (given, false);
         }
     }
-    let is_heeded = traits.turned_part.is_some() || matches!(scaling, RopeScaling::Proportional { .. });
-    if !is_heeded && partial.get("partial_rotary_factor").is_some_and(|v| v.as_f64() != Some(1.0)) {
-        return Err(partial.unsupported("partial_rotary_factor", "1 (the whole head is turned)"));
+    let is_proportional = matches!(scaling, RopeScaling::Proportional { .. });
+    let is_heeded = traits.turned_part.is_some() || is_proportional && (reads_beside || !is_beside);
+    if !is_heeded && partial.get(PART).is_some_and(|v| v.as_f64() != Some(1.0)) {
+        return Err(partial.unsupported(PART, "1 (the whole head is turned)"));
     }
     let theta = match theta {
         Some(theta) => theta,

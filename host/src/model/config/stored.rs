@@ -27,26 +27,27 @@ pub enum Stored {
 const MAX_BLOCK: usize = 1 << 16;
 
 impl Stored {
-    /// What a config.json says, or the configuration in it of the half that reads; `path` is what errors call it.
+    /// What a config.json says, itself or in the configuration of the half that reads; `path` is what errors call it.
     ///
     /// # Errors
-    /// A way that is not read.
+    /// A way that is not read; several.
     pub fn of(path: &Path, value: &Value) -> Result<Stored, ModelError> {
-        let fields = Fields::new(path, value)?;
-        let whole = Stored::of_fields(&fields)?;
-        match (whole, fields.object("text_config")?) {
-            (Stored::Floats, Some(text)) => Stored::of_fields(&text),
-            (whole, _) => Ok(whole),
+        let whole = Fields::new(path, value)?;
+        let mut stored = Stored::Floats;
+        for fields in [Some(whole.clone()), whole.object("text_config")?].into_iter().flatten() {
+            // The second is what compressed-tensors called it once.
+            for key in ["quantization_config", "compression_config"] {
+                if fields.get(key).is_none() {
+                    continue;
+                }
+                let said = of_method(&fields, key)?;
+                if ![Stored::Floats, said].contains(&stored) {
+                    return Err(fields.unsupported(key, "what the other says"));
+                }
+                stored = said;
+            }
         }
-    }
-
-    /// What these say, and nothing in them.
-    pub(super) fn of_fields(fields: &Fields<'_>) -> Result<Stored, ModelError> {
-        // The first is what compressed-tensors called it once.
-        match ["compression_config", "quantization_config"].into_iter().find(|key| fields.get(key).is_some()) {
-            Some(key) => of_method(fields, key),
-            None => Ok(Stored::Floats),
-        }
+        Ok(stored)
     }
 }
 
@@ -68,10 +69,23 @@ fn of_method(fields: &Fields<'_>, key: &str) -> Result<Stored, ModelError> {
         ("mxfp4", true) => Ok(Stored::Mxfp4),
         ("fp8", false) => {
             is("fmt", "e4m3")?;
-            Ok(Stored::Fp8 { block: block(&given, "weight_block_size")? })
+            // Null is not as good as missing: it says that a matrix shares one scale.
+            let block =
+                if given.has("weight_block_size") { block(&given, "weight_block_size")? } else { Some([128; 2]) };
+            Ok(Stored::Fp8 { block })
         }
         ("compressed-tensors", false) => {
             is("format", "float-quantized")?;
+            // What would change weights, or rows, once more.
+            let is_empty = |value: &Value| value.as_object().is_some_and(serde_json::Map::is_empty);
+            if given.get("transform_config").is_some_and(|value| !is_empty(value)) {
+                return Err(given.unsupported("transform_config", "none"));
+            }
+            let sparsity = given.object("sparsity_config")?;
+            let format = sparsity.as_ref().map_or(Ok(None), |of| of.text("format"))?;
+            if let (Some(sparsity), Some(_)) = (&sparsity, format.filter(|format| *format != "dense")) {
+                return Err(sparsity.unsupported("format", "\"dense\""));
+            }
             Ok(Stored::Fp8 { block: of_groups(&given)? })
         }
         ("modelopt", false) => {
@@ -96,6 +110,9 @@ fn of_groups(given: &Fields<'_>) -> Result<Option<[usize; 2]>, ModelError> {
         }
         if weights.whole("num_bits", 1..=64)? != Some(8) {
             return Err(weights.unsupported("num_bits", "8"));
+        }
+        if weights.flag("symmetric")? == Some(false) {
+            return Err(weights.unsupported("symmetric", "true"));
         }
         let of = match weights.text("strategy")? {
             Some("tensor" | "channel") | None => None,
@@ -145,6 +162,8 @@ mod tests {
         assert_eq!(of(of_rows), Ok(Stored::Fp8 { block: None }));
         let of_blocks = json!({ "num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128] });
         assert_eq!(of(group(of_blocks)), Ok(Stored::Fp8 { block: Some([128, 128]) }));
+        // Where it is not said, blocks are what those who began with it have.
+        assert_eq!(of(json!({ "quant_method": "fp8" })), Ok(Stored::Fp8 { block: Some([128, 128]) }));
         assert_eq!(of(json!({ "quant_method": "modelopt", "quant_algo": "FP8" })), Ok(Stored::Fp8 { block: None }));
         assert_eq!(of(json!({ "quant_method": "fbgemm_fp8" })), Ok(Stored::Fp8 { block: None }));
         assert_eq!(of(Value::Null), Ok(Stored::Floats));
@@ -177,5 +196,22 @@ mod tests {
         let other = json!({ "num_bits": 8, "type": "float", "strategy": "block", "block_structure": [8, 8] });
         said(groups(&[json!({ "num_bits": 8, "type": "float" }), other]), "config_groups");
         said(json!({ "quant_method": "compressed-tensors" }), "config_groups: missing");
+        let float = json!({ "num_bits": 8, "type": "float" });
+        said(groups(&[json!({ "num_bits": 8, "type": "float", "symmetric": false })]), "weights.symmetric: false");
+        for (key, value, expected) in [
+            ("transform_config", json!({ "config_groups": { "u": {} } }), "transform_config: {"),
+            ("sparsity_config", json!({ "format": "sparse-24-bitmask" }), "sparsity_config.format: \"sparse"),
+        ] {
+            let mut more = groups(std::slice::from_ref(&float));
+            more[key] = value;
+            said(more, expected);
+        }
+        // Two that do not agree.
+        let both = json!({
+            "architectures": ["Qwen3ForCausalLM"], "quantization_config": { "quant_method": "fbgemm_fp8" },
+            "text_config": { "model_type": "qwen3", "quantization_config": { "quant_method": "fp8" } },
+        });
+        let message = Stored::of(Path::new("c"), &both).expect_err("refused").to_string();
+        assert!(message.contains("text_config.quantization_config"), "{message}");
     }
 }

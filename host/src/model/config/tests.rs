@@ -970,6 +970,10 @@ fn compositions() {
     let sigmoids = corrected(1.0, 1e-20);
     let experts = Experts { layers: vec![true; 2], sigmoids, ..experts_of([16, 4, 1408], false) };
     assert_eq!((dots.experts, dots.qk_norm, dots.windows), (Some(experts), QkNorm::Heads, vec![None, None]));
+    let windows =
+        |change: Value| of("dots1", with(json!({ "num_key_value_heads": 8, "num_hidden_layers": 3 }), &change)).windows;
+    assert_eq!(windows(json!({ "max_window_layers": 1, "sliding_window": 5 })), [None, Some(5), Some(5)]);
+    assert_eq!(windows(json!({ "max_window_layers": 1, "sliding_window": null })), [None; 3]);
     // Trinity: a gate of its own matrix; where layers have no window, they do not turn.
     let trinity =
         json!({ "mup_enabled": true, "layer_types": ["sliding_attention", "full_attention"], "route_scale": 2.5 });
@@ -979,6 +983,10 @@ fn compositions() {
     let experts = trinity.experts.expect("experts");
     assert_eq!((experts.layers, experts.sigmoids), (vec![false, true], corrected(2.5, 1e-20)));
     assert_eq!(experts.shared.map(|of| of.intermediate_size), Some(2 * 1408));
+    let every = json!({ "num_hidden_layers": 4, "global_attn_every_n_layers": 2, "sliding_window_pattern": 3 });
+    assert_eq!(of("afmoe", every).windows, [Some(1024), None, Some(1024), None]);
+    let no_window = json!({ "layer_types": ["sliding_attention", "full_attention"], "sliding_window": null });
+    assert!(said("afmoe", no_window).contains("sliding_window: missing, expected a number"));
     assert_eq!(of("afmoe", json!({})).embedding_scale, 1.0);
     // LFM3: convolutions, windows, and heads of which the first pairs alone are turned.
     let part = json!({ "rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25, "factor": 2.0 });
@@ -998,6 +1006,27 @@ fn compositions() {
         (Mixer::Convolution { taps: 7, has_bias: false }, vec![true, false, false])
     );
     assert_eq!(of("lfm3", with(change.clone(), &json!({ "use_attention_gate": false }))).gate, None);
+    let keys = json!({ "attention_bias": true, "rms_norm_eps": 0.5, "tie_embedding": false });
+    let other = of("lfm3", with(change.clone(), &keys));
+    assert_eq!((other.attention_bias, other.output_bias, other.rms_norm_eps), (true, true, 0.5));
+    assert!(other.tie_word_embeddings);
+    // What stands beside all keys is of every embedding, but Mellum's.
+    let beside = json!({ "full_attention": { "rope_type": "proportional" }, "sliding_attention": {} });
+    let beside = json!({ "rope_parameters": beside, "partial_rotary_factor": 0.5 });
+    let part = |config: DecoderConfig, layer: usize| config.ropes[layer].scaling.clone();
+    let expected = RopeScaling::Proportional { part: 0.5, factor: 1.0 };
+    let only_full = with(beside.clone(), &json!({ "layer_types": ["conv", "full_attention"] }));
+    assert!(said("lfm3", only_full).contains("partial_rotary_factor"), "the other embedding would have it, too");
+    let llama = json!({ "rope_parameters": { "rope_type": "proportional" }, "partial_rotary_factor": 0.5 });
+    assert_eq!(part(of("llama", llama), 0), expected);
+    assert!(said("mellum", beside).contains("partial_rotary_factor"));
+    assert!(said("glm4", json!({ "rope_parameters": { "rope_type": "proportional" } })).ends_with("longrope"));
+    let older = json!({ "rope_scaling": { "rope_type": "linear", "factor": 8.0 } });
+    assert!(said("lfm3", with(change.clone(), &older)).contains("rope_scaling"));
+    let one = json!({ "rope_parameters": { "full_attention": { "rope_theta": 1e4 } } });
+    assert!(said("lfm3", with(change.clone(), &one)).contains("rope_parameters.sliding_attention: missing"));
+    let yarn = json!({ "rope_parameters": { "rope_type": "yarn", "factor": 2.0 }, "layer_rope_theta": [1, 1e4] });
+    assert!(said("granite_swa", yarn).contains("YaRN"));
     for (key, value) in [
         ("use_sandwich_norm", json!(false)),
         ("layer_types", Value::Null),
