@@ -492,6 +492,46 @@ mod tests {
         assert_eq!(message, format!("{scales}: shape [8, 5], expected [1], [256, 1] or [4, 4]"));
     }
 
+    /// Of a matrix in FP8, which is made itself, another is made: GLM 4's queries, whose rows files have in another order.
+    #[test]
+    fn what_is_made_is_made_of_what_is_made() {
+        use safetensors::{Dtype, tensor::TensorView as View};
+        let name = "model.layers.0.self_attn.q_proj.weight";
+        let plain = Weights::open(&fixture("tiny-glm4")).expect("the fixture");
+        let shape = plain.get(name).expect("queries").shape.to_vec();
+        let bytes: Vec<u8> = (0..shape.iter().product()).map(|i: usize| (i * 31 % 120) as u8).collect();
+        let scale = 0.25f32.to_le_bytes();
+        // By its definition, of whole exponents alone: eight numbers a power of two.
+        let number = |byte: u8| match byte / 8 {
+            0 => f32::from(byte) * 2f32.powi(-9),
+            exponent => (1.0 + f32::from(byte % 8) / 8.0) * 2f32.powi(i32::from(exponent) - 7),
+        };
+        let wide: Vec<u8> = bytes.iter().flat_map(|b| half::bf16::from_f32(0.25 * number(*b)).to_le_bytes()).collect();
+        let made = |instead: Vec<(&str, View<'_>)>| {
+            let dir = tempfile::tempdir().expect("a temporary folder");
+            fs::copy(fixture("tiny-glm4").join("config.json"), dir.path().join("config.json")).expect("a copy");
+            let others = plain.names().filter(|other| *other != name).map(|name| {
+                let view = plain.get(name).expect("its own name");
+                (name.to_owned(), View::new(Dtype::BF16, view.shape.to_vec(), view.bytes).expect("as it was"))
+            });
+            let instead = instead.into_iter().map(|(name, view)| (name.to_owned(), view));
+            let all = safetensors::serialize(others.chain(instead), None).expect("a checkpoint");
+            fs::write(dir.path().join("model.safetensors"), all).expect("a file");
+            let folder = ModelFolder::open(dir.path()).expect("a model");
+            assert_eq!(folder.unused_tensors().expect("weights"), [""; 0]);
+            folder.weights().expect("weights").expect(name, &shape).expect("made").bytes.to_vec()
+        };
+        let in_bf16 = made(vec![(name, View::new(Dtype::BF16, shape.clone(), &wide).expect("a matrix"))]);
+        for suffix in fp8::SCALES {
+            let scales = format!("{name}{suffix}");
+            let in_fp8 = made(vec![
+                (name, View::new(Dtype::F8_E4M3, shape.clone(), &bytes).expect("a matrix")),
+                (&scales, View::new(Dtype::F32, vec![], &scale).expect("a number")),
+            ]);
+            assert!(in_fp8 == in_bf16 && in_fp8 != wide, "{suffix}");
+        }
+    }
+
     #[test]
     fn what_is_no_model_folder_is_refused_in_a_line() {
         let dir = tempfile::tempdir().expect("a temporary folder");
