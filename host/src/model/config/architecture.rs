@@ -212,7 +212,10 @@ pub(super) enum Recurs {
     /// `linear_attention`, or `mamba` in older files: a state space; all of them, where the file does not say which.
     StateSpace,
     /// `conv`: a short convolution. Where the file does not say which, all but those of `full_attn_idxs`.
-    Convolution,
+    Convolution {
+        /// Its taps, where the file does not say it.
+        taps: usize,
+    },
 }
 
 /// Mixtures of experts, where the file does not say otherwise.
@@ -298,6 +301,8 @@ pub(super) struct Traits {
     /// The name in `model_type`.
     pub(super) model_type: &'static str,
     pub(super) is_encoder: bool,
+    /// Keys that there must be: what their class has without them is not done here.
+    pub(super) required: &'static [&'static str],
     pub(super) norms: Norms,
     /// Checkpoints have the norms' factors less one.
     pub(super) norms_less_one: bool,
@@ -367,6 +372,7 @@ const USUAL: Traits = Traits {
     class_name: "",
     model_type: "",
     is_encoder: false,
+    required: &[],
     norms: Norms::Before,
     norms_less_one: false,
     qk_norm: QkNorm::None,
@@ -506,7 +512,7 @@ const GLM_DENSE: Traits = Traits {
 
 const LFM: Traits = Traits {
     qk_norm: QkNorm::Heads,
-    recurs: Some(Recurs::Convolution),
+    recurs: Some(Recurs::Convolution { taps: 3 }),
     attention_bias: Biases::Never,
     n_kv_heads: Some(8),
     max_position_embeddings: 128_000,
@@ -606,6 +612,7 @@ impl Architecture {
             Architecture::Mellum => Traits {
                 class_name: "MellumForCausalLM",
                 model_type: "mellum",
+                required: &["rope_parameters"],
                 qk_norm: QkNorm::Heads,
                 mixture: Some(Mixture {
                     n: 64,
@@ -874,7 +881,9 @@ impl Architecture {
             Architecture::Lfm3 => Traits {
                 class_name: "Lfm3ForCausalLM",
                 model_type: "lfm3",
+                required: &["layer_types", "rope_parameters"],
                 norms: Norms::Around,
+                recurs: Some(Recurs::Convolution { taps: 7 }),
                 gate: Some(AttentionGate::Heads),
                 gate_key: Some("use_attention_gate"),
                 sliding: Sliding::NamedAlone,

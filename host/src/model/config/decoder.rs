@@ -230,6 +230,9 @@ pub(super) fn decoder(
     if fields.get("clip_qkv").is_some() && architecture == Architecture::Olmoe {
         return Err(fields.unsupported("clip_qkv", "null"));
     }
+    if let Some(missing) = architecture.traits().required.iter().find(|key| fields.get(key).is_none()) {
+        return Err(fields.wrong(missing, "what this architecture has no default for here"));
+    }
     if architecture == Architecture::Lfm3 && fields.flag("use_sandwich_norm")? == Some(false) {
         return Err(fields.unsupported("use_sandwich_norm", "true"));
     }
@@ -436,7 +439,7 @@ fn recurrent(
     let names: &[_] = match recurs {
         Recurs::DeltaRule => &["linear_attention"],
         Recurs::StateSpace => &["linear_attention", "mamba"],
-        Recurs::Convolution => &["conv"],
+        Recurs::Convolution { .. } => &["conv"],
     };
     let before = recurs == Recurs::StateSpace && fields.get("layer_types").is_none();
     let key = if before { "layers_block_type" } else { "layer_types" };
@@ -449,15 +452,12 @@ fn recurrent(
     let supported = format!("{}, {said}", names[0]);
     let layers: Vec<bool> = match (kinds(fields, key, n_layers, &known, &supported)?, recurs) {
         (Some(kinds), _) => kinds.iter().map(|kind| names.contains(kind)).collect(),
-        (None, Recurs::Convolution) if architecture == Architecture::Lfm3 => {
-            return Err(fields.wrong(key, "a list of strings"));
-        }
         (None, Recurs::StateSpace) => vec![true; n_layers],
         (None, Recurs::DeltaRule) => {
             let interval = fields.whole("full_attention_interval", 1..=MAX_LAYERS)?.unwrap_or(4);
             (1..=n_layers).map(|layer| !layer.is_multiple_of(interval)).collect()
         }
-        (None, Recurs::Convolution) => match fields.wholes("full_attn_idxs", 0..=MAX_LAYERS)? {
+        (None, Recurs::Convolution { .. }) => match fields.wholes("full_attn_idxs", 0..=MAX_LAYERS)? {
             Some(attending) => (0..n_layers).map(|layer| !attending.contains(&layer)).collect(),
             None => vec![false; n_layers],
         },
@@ -468,13 +468,10 @@ fn recurrent(
     let taps = |key, default| Ok(fields.whole(key, 2..=causal_conv::MAX_TAPS as usize)?.unwrap_or(default));
     let mixer = match recurs {
         Recurs::StateSpace => state_space(fields, norm_eps)?,
-        Recurs::Convolution => {
-            let usual = if architecture == Architecture::Lfm3 { 7 } else { 3 };
-            Mixer::Convolution {
-                taps: taps("conv_L_cache", usual)?,
-                has_bias: fields.flag("conv_bias")?.unwrap_or(false),
-            }
-        }
+        Recurs::Convolution { taps: usual } => Mixer::Convolution {
+            taps: taps("conv_L_cache", usual)?,
+            has_bias: fields.flag("conv_bias")?.unwrap_or(false),
+        },
         Recurs::DeltaRule => {
             const VALUE_HEADS: &str = "linear_num_value_heads";
             let size = |key, most, default| Ok::<_, ModelError>(fields.whole(key, 1..=most)?.unwrap_or(default));

@@ -284,11 +284,11 @@ fn ropes_by_type(
         return Err(fields.wrong("rope_parameters", "keys of full_attention and of sliding_attention"));
     }
     // These have no older files, and what their classes have by default is not what others have.
-    if matches!(architecture, Architecture::Mellum | Architecture::Lfm3) {
+    if architecture.traits().required.contains(&"rope_parameters") {
         if old.is_some() {
             return Err(fields.unsupported("rope_scaling", "null"));
         }
-        let Some(new) = &new else { return Err(fields.wrong("rope_parameters", "an object")) };
+        let Some(new) = &new else { return Err(fields.wrong("rope_parameters", "keys for each type of layer")) };
         let types = fields.texts("layer_types")?.unwrap_or(vec![LAYER_TYPES[0]]);
         if let Some(missing) = LAYER_TYPES.iter().find(|kind| types.contains(kind) && new.get(kind).is_none()) {
             return Err(new.wrong(missing, "an object"));
