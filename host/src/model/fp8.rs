@@ -6,11 +6,13 @@
 //! `Quantize::Q8` makes of these again a byte each. Scales of activations are not heeded: activations are not rounded
 //! to 8 bits.
 
-use half::{bf16, f16};
+use half::bf16;
 use safetensors::tensor::Dtype as FileDtype;
 
 use super::error::{ModelError, shape_text};
+use super::quantize;
 use super::remade::{Origin, Part, Remade};
+use super::weights::float_dtype;
 
 /// What is behind a matrix's name in that of its scales: in DeepSeek's files, and those that do as they; in those of
 /// compressed-tensors, ModelOpt and FBGEMM.
@@ -53,7 +55,7 @@ pub(super) fn remade(
 
 /// Whether scales may be of this type: a float, or E8M0, the exponent of a power of two.
 pub(super) fn may_be_scales(dtype: FileDtype) -> bool {
-    matches!(dtype, FileDtype::F32 | FileDtype::BF16 | FileDtype::F16 | FileDtype::F8_E8M0)
+    float_dtype(dtype).is_some() || dtype == FileDtype::F8_E8M0
 }
 
 /// Writes the elements of the matrix of `k` columns, times their scales, to `out`, in bf16; the place of the first that
@@ -98,23 +100,24 @@ fn number_of(byte: u8) -> f32 {
 
 /// Scales as floats.
 fn numbers(scales: &Part<'_>) -> Vec<f32> {
-    let wide = |bytes: usize, of: fn(&[u8]) -> f32| scales.bytes.chunks_exact(bytes).map(of).collect();
-    match scales.dtype {
-        FileDtype::F32 => wide(4, |b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])),
-        FileDtype::BF16 => wide(2, |b| bf16::from_le_bytes([b[0], b[1]]).to_f32()),
-        FileDtype::F16 => wide(2, |b| f16::from_le_bytes([b[0], b[1]]).to_f32()),
-        FileDtype::F8_E8M0 => wide(1, |b| match b[0] {
+    let Some(dtype) = float_dtype(scales.dtype) else {
+        // E8M0: an exponent, of which one is no number.
+        let power = |exponent: &u8| match exponent {
             0 => f32::from_bits(1 << 22),
             255 => f32::NAN,
-            exponent => f32::from_bits(u32::from(exponent) << 23),
-        }),
-        other => unreachable!("scales of type {other:?}"),
-    }
+            exponent => f32::from_bits(u32::from(*exponent) << 23),
+        };
+        return scales.bytes.iter().map(power).collect();
+    };
+    let mut wide = vec![0.0; scales.bytes.len() / dtype.size_bytes()];
+    quantize::widen(dtype, scales.bytes, &mut wide);
+    wide
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use half::f16;
 
     /// By its definition: a sign, an exponent less 7, a mantissa of eighths.
     fn expected(byte: u8) -> f32 {

@@ -21,6 +21,7 @@ use super::config::{Architecture, DecoderConfig, DeltaRule, Mixer, ModelConfig, 
 use super::error::ModelError;
 use super::fp8;
 use super::layout::{EXPERT_STACKS, ExpertNames, Role, TensorSpec};
+use super::weights::{FLOATS, float_dtype};
 
 /// Bytes of a block's elements.
 const BLOCK_BYTES: usize = Q4_BLOCK / 2;
@@ -276,27 +277,22 @@ impl Remade {
             (Origin::Mxfp4 { .. }, FileDtype::U8) => Some(DType::Mx4),
             (Origin::Fp8 { .. }, FileDtype::F8_E4M3) => Some(DType::Bf16),
             (Origin::Mxfp4 { .. } | Origin::Fp8 { .. }, _) => None,
-            (_, dtype) => float(dtype),
-        }
-    }
-
-    /// What its `source` may be of, for errors.
-    pub(super) fn expected(&self, source: &str) -> &'static str {
-        match &self.of {
-            Origin::Mxfp4 { .. } => "u8",
-            Origin::Fp8 { scales, .. } if source == scales => "f32, bf16, f16 or f8_e8m0",
-            Origin::Fp8 { .. } => "f8_e4m3",
-            _ => FLOATS,
+            (_, dtype) => float_dtype(dtype),
         }
     }
 
     /// Whether its `source` may be of this type.
-    pub(super) fn takes(&self, source: &str, dtype: FileDtype) -> bool {
-        match &self.of {
-            Origin::Mxfp4 { scales, .. } if source == scales => dtype == FileDtype::U8,
-            Origin::Fp8 { scales, .. } if source == scales => fp8::may_be_scales(dtype),
-            _ => self.dtype(dtype).is_some(),
-        }
+    ///
+    /// # Errors
+    /// Those that it may be of.
+    pub(super) fn check(&self, source: &str, dtype: FileDtype) -> Result<(), &'static str> {
+        let (takes, expected) = match &self.of {
+            Origin::Mxfp4 { .. } => (dtype == FileDtype::U8, "u8"),
+            Origin::Fp8 { scales, .. } if source == scales => (fp8::may_be_scales(dtype), "f32, bf16, f16 or f8_e8m0"),
+            Origin::Fp8 { .. } => (dtype == FileDtype::F8_E4M3, "f8_e4m3"),
+            _ => (float_dtype(dtype).is_some(), FLOATS),
+        };
+        if takes { Ok(()) } else { Err(expected) }
     }
 
     /// It, made of its `sources`, which have their shapes.
@@ -345,19 +341,6 @@ impl Remade {
             }
         }
         Ok(made)
-    }
-}
-
-/// What errors call the types of elements that are read as they are.
-pub(super) const FLOATS: &str = "bf16, f16 or f32";
-
-/// What networks read of these: as it is.
-fn float(dtype: FileDtype) -> Option<DType> {
-    match dtype {
-        FileDtype::F32 => Some(DType::F32),
-        FileDtype::BF16 => Some(DType::Bf16),
-        FileDtype::F16 => Some(DType::F16),
-        _ => None,
     }
 }
 

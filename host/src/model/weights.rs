@@ -27,7 +27,7 @@ use super::aligned::AlignedBytes;
 use super::error::{ModelError, shape_text};
 use super::fp8;
 use super::json::{Fields, read_value};
-use super::remade::{FLOATS, Part, Remade};
+use super::remade::{Part, Remade};
 use crate::parallel::side_by_side;
 
 const SINGLE: &str = "model.safetensors";
@@ -252,8 +252,7 @@ impl Weights {
                 let Some(dtype) = source.file_dtype() else {
                     unreachable!("what is made in fewer bits nothing is made of")
                 };
-                if !remade.takes(name, dtype) {
-                    let expected = remade.expected(name);
+                if let Err(expected) = remade.check(name, dtype) {
                     return Err(ModelError::TensorDtype { name: name.to_owned(), given: said(dtype), expected });
                 }
                 dtypes.push(dtype);
@@ -479,13 +478,11 @@ impl Weights {
         }
         match tensor {
             Tensor::Made(made) => Ok(made.dtype),
-            Tensor::InFile(Location { dtype, .. }) => {
-                known_dtype(*dtype).filter(|dtype| dtype.is_float()).ok_or_else(|| ModelError::TensorDtype {
-                    name: name.to_owned(),
-                    given: said(*dtype),
-                    expected: FLOATS,
-                })
-            }
+            Tensor::InFile(Location { dtype, .. }) => float_dtype(*dtype).ok_or_else(|| ModelError::TensorDtype {
+                name: name.to_owned(),
+                given: said(*dtype),
+                expected: FLOATS,
+            }),
         }
     }
 
@@ -559,6 +556,14 @@ impl Weights {
 /// What errors call a type of files.
 fn said(dtype: FileDtype) -> String {
     format!("{dtype:?}").to_lowercase()
+}
+
+/// What errors call the types of elements that networks read as they are.
+pub(super) const FLOATS: &str = "bf16, f16 or f32";
+
+/// The type of such.
+pub(super) fn float_dtype(dtype: FileDtype) -> Option<DType> {
+    known_dtype(dtype).filter(|dtype| dtype.is_float())
 }
 
 fn known_dtype(dtype: FileDtype) -> Option<DType> {

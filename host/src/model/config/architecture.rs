@@ -170,13 +170,12 @@ pub(super) enum Sliding {
     Never,
     /// All of them, whatever it says of types of layers.
     All,
-    /// Those from `max_window_layers` on, or those that `layer_types` names, if `use_sliding_window`.
-    Later,
-    /// Those from `max_window_layers` on, of which there are so many where the file does not say it, or those that
-    /// `layer_types` names.
-    Behind {
-        /// How many have none.
+    /// Those from `max_window_layers` on, or those that `layer_types` names.
+    Later {
+        /// The number of the first, where the file does not say it.
         first: usize,
+        /// That it is so only if `use_sliding_window`.
+        if_used: bool,
     },
     /// All of them, if `use_sliding_window`.
     AllIfUsed,
@@ -413,7 +412,7 @@ const USUAL: Traits = Traits {
 /// What says every how manieth layer has no window.
 const PATTERN: &str = "sliding_window_pattern";
 
-const QWEN: Traits = Traits { sliding: Sliding::Later, n_kv_heads: Some(32), ..USUAL };
+const QWEN: Traits = Traits { sliding: Sliding::Later { first: 28, if_used: true }, n_kv_heads: Some(32), ..USUAL };
 
 const QWEN_3_5: Traits = Traits {
     norms_less_one: true,
@@ -941,7 +940,7 @@ impl Architecture {
                     shared: Some(Shared { otherwise: 0, ..GLM_SHARED }),
                     ..GLM_EXPERTS
                 }),
-                sliding: Sliding::Behind { first: 62 },
+                sliding: Sliding::Later { first: 62, if_used: false },
                 n_kv_heads: Some(32),
                 max_position_embeddings: 2048,
                 ..USUAL

@@ -592,7 +592,7 @@ fn kinds<'f>(
 }
 
 /// What `layer_types` calls a layer with a window.
-const SLIDING: &str = "sliding_attention";
+const SLIDING: &str = rope::LAYER_TYPES[1];
 
 /// Which layers have a window, where `layer_types` says it.
 pub(super) fn typed_layers(fields: &Fields<'_>, n_layers: usize) -> Result<Option<Vec<bool>>, ModelError> {
@@ -626,11 +626,7 @@ fn sliding_layers(fields: &Fields<'_>, architecture: Architecture, turns: &[bool
         Sliding::Named => named(&|_| true),
         Sliding::NamedAlone => named(&|_| false),
         Sliding::MostBehind { pattern } => named(&|layer| !layer.is_multiple_of(pattern)),
-        Sliding::Later => {
-            let first = fields.whole("max_window_layers", 0..=MAX_LAYERS)?.unwrap_or(28);
-            named(&|layer| layer >= first)
-        }
-        Sliding::Behind { first } => {
+        Sliding::Later { first, .. } => {
             let first = fields.whole("max_window_layers", 0..=MAX_LAYERS)?.unwrap_or(first);
             named(&|layer| layer >= first)
         }
@@ -671,7 +667,9 @@ fn windows(
     // EXAONE's files may say so of layers that have none.
     let counts_types = match sliding {
         Sliding::Most { .. } => !matches!(architecture, Architecture::Exaone4 | Architecture::ExaoneMoe),
-        Sliding::NamedAlone | Sliding::MostBehind { .. } | Sliding::Behind { .. } | Sliding::Still => true,
+        Sliding::NamedAlone | Sliding::MostBehind { .. } | Sliding::Later { if_used: false, .. } | Sliding::Still => {
+            true
+        }
         _ => false,
     };
     if counts_types && are_typed && window.is_none() && layers.iter().any(|layer| layer.slides) {
@@ -684,10 +682,10 @@ fn windows(
         | Sliding::NamedAlone
         | Sliding::Most { .. }
         | Sliding::MostBehind { .. }
-        | Sliding::Behind { .. } => true,
+        | Sliding::Later { if_used: false, .. } => true,
         // What the types of its layers say counts, whether windows are used or not.
         Sliding::Still if are_typed => true,
-        Sliding::Later | Sliding::AllIfUsed | Sliding::Alternating | Sliding::Still => {
+        Sliding::Later { if_used: true, .. } | Sliding::AllIfUsed | Sliding::Alternating | Sliding::Still => {
             fields.flag("use_sliding_window")?.unwrap_or(false)
         }
     };

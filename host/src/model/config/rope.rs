@@ -263,7 +263,7 @@ fn turned(
 }
 
 /// What layers that attend are called.
-const LAYER_TYPES: [&str; 2] = ["full_attention", "sliding_attention"];
+pub(super) const LAYER_TYPES: [&str; 2] = ["full_attention", "sliding_attention"];
 
 /// Whether each type of layer has keys of its own, or null.
 fn is_by_type(given: &Fields<'_>) -> bool {
