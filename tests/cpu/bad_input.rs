@@ -488,7 +488,16 @@ fn tensors_of_no_graph_are_refused_by_name() {
     let x = graph.input("x", &[2, 8], DType::F32).unwrap();
     let q = graph.input("q", &[2, 1, 2, 4], DType::F32).unwrap();
     let attends = AttentionArgs { scale: 1.0, mask: Mask::Causal, sinks: None };
-    let rope = |q, k| RopeArgs { q, k, v: k, norms: None, frequencies: far, turned_pairs: 2, factor: 1.0, eps: 1e-6 };
+    let rope = |q, k| RopeArgs {
+        q,
+        kv: Some([k; 2]),
+        norms: [None; 2],
+        norms_values: false,
+        frequencies: far,
+        turned_pairs: 2,
+        factor: 1.0,
+        eps: 1e-6,
+    };
     let experts = |gate| ExpertArgs {
         logits: far,
         correction: None,

@@ -480,7 +480,7 @@ fn products_of_what_others_make_wait_for_it() {
     let (w, v) = (graph.weight("w", &[k, k], DType::Bf16).unwrap(), graph.weight("v", &[n, k], DType::Bf16).unwrap());
     let rounded = graph.linear("rounded", x, w, None, Activation::None, None).unwrap();
     let made = graph.table.add("made", &[n, k], DType::Bf16, BufferKind::Intermediate).unwrap();
-    let params = elementwise::Params { function: Function::Activate as u32, activation: Activation::Silu as u32 };
+    let params = elementwise::Params { function: Function::Activate as u32, activation: Activation::Silu.number() };
     let kernel = KernelCall { task_type: Elementwise::TASK_TYPE, flags: 0, params: param_words(&params) };
     let access = |tensor, kind| Some(Access { tensor, kind, map: [Some(0), None, None] });
     let accesses = vec![access(v, AccessKind::Read), None, access(made, AccessKind::Write)];
@@ -510,7 +510,7 @@ fn products_of_what_others_make_wait_for_it() {
 /// An operator cut by hand, as a user of the library writes one: relu over the columns of x, in uneven pieces.
 #[test]
 fn an_operator_cut_by_hand_is_run_and_judged() {
-    let params = elementwise::Params { function: Function::Activate as u32, activation: Activation::Relu as u32 };
+    let params = elementwise::Params { function: Function::Activate as u32, activation: Activation::Relu.number() };
     let kernel = KernelCall { task_type: Elementwise::TASK_TYPE, flags: 0, params: param_words(&params) };
     let by_hand = |kind: AccessKind| {
         let mut graph = KernelGraph::new();
@@ -556,7 +556,7 @@ fn experts_are_a_stack_of_weights() {
             graph.weight_stack(name, experts, shape, DType::Bf16).unwrap()
         };
         let (gate, up, down) = (stack("*.gate", 10, [n, k]), stack("*.up", 20, [n, k]), stack("*.down", 30, [k, n]));
-        let (counting, gating) = (Counting::of(Weighting::All), Gating::of(Activation::Silu as u32));
+        let (counting, gating) = (Counting::of(Weighting::All), Gating::of(Activation::Silu.number()));
         let (biases, residual, correction) = (None, None, None);
         let args = ExpertArgs { logits, correction, gate, up, down, biases, residual, chosen, counting, gating };
         let y = graph.experts("experts", x, args).unwrap();

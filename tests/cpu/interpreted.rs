@@ -445,7 +445,7 @@ fn rows_of_an_expert_are_products_of_warpgroups() {
             graph.weight_stack(&format!("*.{what}"), experts, shape, dtype).expect("a stack")
         };
         let (gate, up, down) = (stack(1, [n, k]), stack(2, [n, k]), stack(3, [k, n]));
-        let gating = Gating::of(Activation::Silu as u32);
+        let gating = Gating::of(Activation::Silu.number());
         // Some choose by what corrects them.
         let (correction, counting) = match (shift == 0.0, dtype) {
             (false, _) | (_, DType::Bf16) => (None, Counting::of(Weighting::Chosen)),
@@ -553,6 +553,8 @@ fn families_with_operators_of_their_own_make_the_cpus_tokens() {
         "tiny-glm4-moe",
         "tiny-lfm3",
         "tiny-trinity",
+        "tiny-gemma4",
+        "tiny-gemma4-moe",
     ] {
         let model = Model::load(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)).expect(name);
         let config = EngineConfig { max_context: Some(24), chunks: vec![4], ..EngineConfig::default() };

@@ -88,7 +88,7 @@ fn divergence(expected: &[f32], found: &[f32]) -> f64 {
     p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum()
 }
 
-pub(super) const MODELS: [&str; 28] = [
+pub(super) const MODELS: [&str; 30] = [
     "tiny-qwen3",
     "tiny-llama",
     "tiny-qwen2",
@@ -111,6 +111,8 @@ pub(super) const MODELS: [&str; 28] = [
     "tiny-glm4",
     "tiny-qwen3-fp8",
     "tiny-trinity",
+    "tiny-gemma4",
+    "tiny-gemma4-moe",
     RECURRENT[0],
     RECURRENT[1],
     RECURRENT[2],

@@ -58,7 +58,16 @@ fn build(mut graph: KernelGraph, rows: usize, mask: Mask, has_sinks: bool) -> (K
     let q = graph.reshape(q, &[rows, HEADS, GROUP, DIM]).unwrap();
     let [k, v] = [k, v].map(|of| graph.reshape(of, &[rows, HEADS, DIM]).unwrap());
     let frequencies = graph.constant("frequencies", &values(DIM / 2, 5)).unwrap();
-    let rope = RopeArgs { q, k, v, norms: None, frequencies, turned_pairs: DIM / 2, factor: 1.0, eps: 1e-6 };
+    let rope = RopeArgs {
+        q,
+        kv: Some([k, v]),
+        norms: [None; 2],
+        norms_values: false,
+        frequencies,
+        turned_pairs: DIM / 2,
+        factor: 1.0,
+        eps: 1e-6,
+    };
     let cache = |graph: &mut KernelGraph| -> Result<[TensorId; 2], GraphError> {
         let mut of = |name: &str| graph.state(name, &[HEADS, CONTEXT, DIM], DType::Bf16);
         Ok([of("keys")?, of("values")?])

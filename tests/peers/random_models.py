@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 sys.path.insert(0, str(Path(__file__).parent.parent / "fixtures"))
 from make_fixtures import fp8, save_fp8, save_mxfp4, to_mxfp4
 
-DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3", "granite", "phi3", "olmo2", "olmo3", "exaone4", "seed_oss", "ministral3", "glm", "glm4", "ernie4_5", "granite_swa"]
+DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3", "granite", "phi3", "olmo2", "olmo3", "exaone4", "seed_oss", "ministral3", "glm", "glm4", "ernie4_5", "granite_swa", "gemma4_text", "gemma4_unified_text"]
 # Layers pass states from row to row, most of them.
 RECURRENT = ["qwen3_5_text", "qwen3_next", "lfm2", "lfm2_moe", "lfm3"]
 EXPERTS = ["mixtral", "granitemoe", "granitemoeshared", "granitemoehybrid", "qwen3_moe", "qwen2_moe", "olmoe", "qwen3_5_moe_text", "gpt_oss", "mellum", "granitemoe_swa"]
@@ -38,7 +38,7 @@ HALVES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "qwen3_v
 ENCODERS = ["bert", "roberta", "xlm-roberta", "camembert", "modernbert"]
 LAYER_TYPES = ["full_attention", "sliding_attention"]
 # Each type of layer has RoPE's parameters of its own.
-BY_TYPE = ["gemma3_text", "olmo3", "mellum", "lfm3"]
+BY_TYPE = ["gemma3_text", "olmo3", "mellum", "lfm3", "gemma4_text", "gemma4_unified_text"]
 GRANITES = ["granite", "granitemoe", "granitemoeshared", "granitemoehybrid"]
 SWAS = ["granite_swa", "granitemoe_swa"]
 DTYPES = [torch.bfloat16, torch.bfloat16, torch.float16, torch.float32]
@@ -220,6 +220,21 @@ def text_config(r, kind):
     if kind == "lfm2":
         c |= {"block_multiple_of": r.choice([8, 32]), "block_auto_adjust_ff_dim": r.random() < 0.5}
         c |= {"block_ffn_dim_multiplier": r.choice([1.0, 1.3])}
+    if kind.startswith("gemma4"):
+        # The last one has none, whatever the file says; each type is there before those that share its keys.
+        types = [r.choice(LAYER_TYPES) for _ in range(layers - 1)] + LAYER_TYPES[:1]
+        c |= {"layer_types": types, "sliding_window": r.choice([2, 8, 16, 64]), "attention_k_eq_v": r.random() < 0.5, "attention_bias": r.random() < 0.2}
+        c |= {"global_head_dim": r.choice([8, 16, 20, 40, 64, 80, 128]), "num_global_key_value_heads": r.choice([n for n in range(1, heads + 1) if heads % n == 0])}
+        most = [n for n in range(layers) if set(types) == set(types[:layers - n])]
+        c |= {"num_kv_shared_layers": r.choice(most), "use_double_wide_mlp": r.random() < 0.5, "final_logit_softcapping": r.choice([None, 30.0, 3.0])}
+        turned = {"rope_type": "proportional", "rope_theta": r.choice([1e4, 1e6]), "partial_rotary_factor": r.choice([1.0, 0.5, 0.25])}
+        c["rope_parameters"] = r.choice([None, {"full_attention": r.choice([turned, rope(r, kind)]), "sliding_attention": rope(r, kind)}])
+    if kind == "gemma4_text":
+        # transformers 5.24 does not run models with shared caches and without inputs of layers.
+        c |= {"hidden_size_per_layer_input": r.choice([4, 8, 17, 32] + [0] * (c["num_kv_shared_layers"] == 0)), "vocab_size_per_layer_input": c["vocab_size"]}
+        experts = r.choice([2, 4, 8])
+        moe = {"num_experts": experts, "top_k_experts": r.randint(1, min(experts, 4)), "moe_intermediate_size": r.choice([8, 24, 64])}
+        c |= {"enable_moe_block": True, **moe} if r.random() < 0.4 else {}
     if kind == "gemma3_text":
         c |= {"query_pre_attn_scalar": r.choice([head_dim, 100, 168]), "sliding_window": r.choice([2, 8, 16, 64])}
         c["layer_types"] = [r.choice(["sliding_attention", "full_attention"]) for _ in range(layers)]
@@ -240,12 +255,14 @@ def randomise(model, r, kind, dtype):
             elif name.endswith("A_log"):
                 p.uniform_(-3, 1)
             else:
-                p.uniform_(0.5, 1.5).sub_(int("gemma" in kind or ("qwen3_5" in kind or kind == "qwen3_next") and "linear_attn.norm" not in name))
+                p.uniform_(0.5, 1.5).sub_(int("gemma3" in kind or ("qwen3_5" in kind or kind == "qwen3_next") and "linear_attn.norm" not in name))
             p.copy_(p.to(dtype).float())
         # Not trained by gradients, and so no parameters.
         for name, correction in model.named_buffers():
             if name.endswith(("expert_bias", "e_score_correction_bias")):
                 correction.copy_(correction.normal_(0, 0.2).to(dtype).float())
+            if name.endswith("layer_scalar"):
+                correction.copy_(correction.uniform_(0.5, 1.5).to(dtype).float())
     return model.eval()
 
 

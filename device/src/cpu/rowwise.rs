@@ -45,13 +45,14 @@ macro_rules! sum_over {
 }
 pub(super) use sum_over;
 
-/// y = x * rsqrt(mean(x^2) + eps) * w (+ residual).
+/// y = (x * rsqrt(mean(x^2) + eps) * w (+ residual)) * scale.
 pub(crate) struct RmsNorm {
     pub(crate) rows: usize,
     pub(crate) eps: f32,
     pub(crate) x: Tensor,
     pub(crate) residual: Tensor,
     pub(crate) w: Tensor,
+    pub(crate) scale: f32,
     pub(crate) y: Tensor,
 }
 
@@ -61,9 +62,9 @@ impl Body for RmsNorm {
         let hidden = self.x.extent(1);
         for r in 0..self.rows {
             let (x, y) = (Row::of(&self.x, [r, 0], hidden), Row::of(&self.y, [r, 0], hidden));
-            let (residual, w, eps) = (optional(&self.residual, r), vector(&self.w), self.eps);
+            let (residual, w, eps, of_all) = (optional(&self.residual, r), vector(&self.w), self.eps, self.scale);
             // SAFETY: the level exists (caller); the rows have one length.
-            unsafe { L::S::call(RmsNormRow::<L::S> { x, residual, w, y, eps, set: PhantomData }) };
+            unsafe { L::S::call(RmsNormRow::<L::S> { x, residual, w, y, eps, of_all, set: PhantomData }) };
         }
     }
 }
@@ -74,6 +75,7 @@ struct RmsNormRow<S> {
     w: Row,
     y: Row,
     eps: f32,
+    of_all: f32,
     set: PhantomData<S>,
 }
 
@@ -99,7 +101,7 @@ impl<S: Simd> Leaf for RmsNormRow<S> {
                 if let Some(residual) = self.residual {
                     y = S::add(y, residual.load::<S>(i, n));
                 }
-                self.y.store::<S>(i, n, y);
+                self.y.store::<S>(i, n, S::mul(y, S::splat(self.of_all)));
                 i += n;
             }
         }
@@ -369,12 +371,42 @@ impl Body for Rope<'_> {
                         turn(from, q_norm, q);
                     }
                 }
+                if !self.k.is_present() {
+                    continue;
+                }
                 turn(Row::of(&self.k, [r, h, 0], d), k_norm, Row::of(&self.k_cache, [h, pos, 0], d));
                 let (v, y) = (Row::of(&self.v, [r, h, 0], d), Row::of(&self.v_cache, [h, pos, 0], d));
                 // SAFETY: the level exists (caller).
-                unsafe { SumRows { a: v, b: None, c: None, scale: 1.0, y }.run::<L>() };
+                unsafe {
+                    let scale = if self.params.norms_values != 0 {
+                        L::S::call(NormScale::<L::S>(v, eps, PhantomData))
+                    } else {
+                        1.0
+                    };
+                    SumRows { a: v, b: None, c: None, scale, y }.run::<L>();
+                }
             }
         }
+    }
+}
+
+/// What a norm multiplies a row with.
+struct NormScale<S>(Row, f32, PhantomData<S>);
+
+impl<S: Simd> Leaf for NormScale<S> {
+    type Output = f32;
+    #[inline(always)]
+    unsafe fn run(self) -> f32 {
+        let NormScale(row, eps, _) = self;
+        let len = row.len();
+        // SAFETY: inside the row; the set exists (caller).
+        let squares = unsafe {
+            sum_over!(S, len, |i, n| {
+                let x = row.load::<S>(i, n);
+                S::mul(x, x)
+            })
+        };
+        1.0 / (squares / len as f32 + eps).sqrt()
     }
 }
 

@@ -69,6 +69,11 @@ impl Random {
     }
 
     /// How many pairs of a head of `d` elements are turned: all, or some.
+    fn activation(&mut self) -> u32 {
+        use linear::Activation::*;
+        [None, Gelu, Silu, Relu, GeluTanh, Capped(0.75)][self.below(6) as usize].number()
+    }
+
     fn turned_pairs(&mut self, d: u32) -> u32 {
         if d > rope::MOST_IN_PART || self.flip() { d / 2 } else { self.below(d / 2) }
     }
@@ -788,7 +793,7 @@ fn some_first(random: &mut Random) -> u32 {
 fn causal_conv(random: &mut Random, round: usize) {
     let rows = [1, random.one_to(7)][round % 2];
     let (n, taps) = (random.one_to(200), 1 + random.one_to([4, causal_conv::MAX_TAPS - 1][round / 2 % 2]));
-    let mut case = Case::new::<CausalConv>(causal_conv::Params { activation: random.below(5) });
+    let mut case = Case::new::<CausalConv>(causal_conv::Params { activation: random.activation() });
     for extent in [[rows, n], [n, taps]] {
         let dtype = random.dtype();
         case.floats(random, dtype, &extent);
@@ -848,7 +853,8 @@ fn gated(random: &mut Random, round: usize) {
 fn linear(random: &mut Random, round: usize) {
     let (rows, n) = (if round % 4 == 1 { 1 } else { random.one_to(6) }, random.one_to(9));
     let k = if round.is_multiple_of(3) { 1100 + random.below(300) } else { random.one_to(300) };
-    let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, ..Default::default() });
+    let mut case =
+        Case::new::<Linear>(linear::Params { activation: random.activation(), eps: 1e-5, ..Default::default() });
     for extent in [[rows, k], [n, k]] {
         let dtype = random.dtype();
         case.floats(random, dtype, &extent);
@@ -872,8 +878,11 @@ fn gated_linear(random: &mut Random, round: usize) {
         _ => random.one_to(6),
     };
     let (n, k) = (random.one_to(9), random.one_to(400));
-    let mut case =
-        Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5, ..Default::default() });
+    let mut case = Case::new::<GatedLinear>(gated_linear::Params {
+        activation: random.activation(),
+        eps: 1e-5,
+        ..Default::default()
+    });
     // Where tensor cores may take many rows, they take them as bf16.
     let dtype = random.dtype();
     case.push(random, dtype, &[rows, k], if rows > wide::WIDE_ROWS { brain } else { Random::float });
@@ -920,9 +929,13 @@ fn few_linear(random: &mut Random, round: usize) {
     let tile = 2 * k * random.one_to(20);
     let gated = round % 2 == 1;
     let mut case = if gated {
-        Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5, ..Default::default() })
+        Case::new::<GatedLinear>(gated_linear::Params {
+            activation: random.activation(),
+            eps: 1e-5,
+            ..Default::default()
+        })
     } else {
-        Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, ..Default::default() })
+        Case::new::<Linear>(linear::Params { activation: random.activation(), eps: 1e-5, ..Default::default() })
     };
     case.threads = &[224, 160];
     if gated {
@@ -992,9 +1005,13 @@ fn packed_linear_of_rows(random: &mut Random, round: usize) {
     let (n, k) = (random.one_to(60), random.one_to(400));
     let gated = random.flip();
     let mut case = if gated {
-        Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5, ..Default::default() })
+        Case::new::<GatedLinear>(gated_linear::Params {
+            activation: random.activation(),
+            eps: 1e-5,
+            ..Default::default()
+        })
     } else {
-        Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, ..Default::default() })
+        Case::new::<Linear>(linear::Params { activation: random.activation(), eps: 1e-5, ..Default::default() })
     };
     let dtype = random.dtype();
     case.push(random, dtype, &[rows, k], if rows > 1 { brain } else { Random::float });
@@ -1046,7 +1063,7 @@ fn segmented_linear(random: &mut Random, round: usize) {
     }
     let most = linear::LONG_SUMS / segments - 1;
     let n = if k < 1000 && round % 2 == 1 { 1 + random.below(most) } else { random.one_to(20) };
-    let params = linear::Params { activation: random.below(5), segments, ..Default::default() };
+    let params = linear::Params { activation: random.activation(), segments, ..Default::default() };
     let mut case = Case::new::<Linear>(params);
     case.threads = &[224];
     case.push_carried(random, DType::F32, 1, k);
@@ -1070,9 +1087,13 @@ fn judge_tiled(random: &mut Random, dtype: DType, [n, k]: [u32; 2], tile: u32, g
     let mut capacity = 4 * tile + 16 * random.below(400);
     let x_dtype = if random.flip() { DType::F32 } else { random.dtype() };
     let mut case = if gated {
-        Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5, ..Default::default() })
+        Case::new::<GatedLinear>(gated_linear::Params {
+            activation: random.activation(),
+            eps: 1e-5,
+            ..Default::default()
+        })
     } else {
-        Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, ..Default::default() })
+        Case::new::<Linear>(linear::Params { activation: random.activation(), eps: 1e-5, ..Default::default() })
     };
     case.threads = threads;
     if gated {
@@ -1084,7 +1105,7 @@ fn judge_tiled(random: &mut Random, dtype: DType, [n, k]: [u32; 2], tile: u32, g
     let none = if dtype.lines().is_some() && random.below(6) == 0 { random.below(k) } else { k };
     if none < k {
         // The reference's ReLU takes NaN for less than zero.
-        case.params[0] = linear::Activation::None as u32;
+        case.params[0] = linear::Activation::None.number();
     }
     let mut at = 0;
     case.push(random, x_dtype, &[1, k], |random| {
@@ -1154,8 +1175,12 @@ fn merging_linear(random: &mut Random, round: usize) {
     let whole = if of_tensor_cores == DType::Bf16 { 32 } else { 128 };
     let d = [whole, 8 * random.one_to(12), 2 * random.one_to(30)][round % 3];
     let k = heads * group * d;
-    let mut case =
-        Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, merges: 1, ..Default::default() });
+    let mut case = Case::new::<Linear>(linear::Params {
+        activation: random.activation(),
+        eps: 0.0,
+        merges: 1,
+        ..Default::default()
+    });
     push_parts(&mut case, random, [heads, splits, group, d], 0);
     let dtype = random.dtype();
     let from_tiles = round % 4 != 3 && k.is_multiple_of(8);
@@ -1188,7 +1213,8 @@ fn wide_linear(random: &mut Random, round: usize) {
         case.push(random, dtype, &[rows, k], if round.is_multiple_of(4) { Random::float } else { brain });
         (case.rounded, case.tolerance) = (&[linear::slot::X], 3e-4);
     };
-    let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, ..Default::default() });
+    let mut case =
+        Case::new::<Linear>(linear::Params { activation: random.activation(), eps: 0.0, ..Default::default() });
     x(&mut case, random);
     case.floats(random, DType::Bf16, &[n, k]);
     case.maybe(random, &[n]);
@@ -1200,7 +1226,7 @@ fn wide_linear(random: &mut Random, round: usize) {
     case.judge("wide linear");
 
     let mut case = Case::new::<GatedLinear>(gated_linear::Params {
-        activation: linear::Activation::Relu as u32,
+        activation: linear::Activation::Relu.number(),
         ..Default::default()
     });
     x(&mut case, random);
@@ -1229,7 +1255,8 @@ fn warpgroup_linear(random: &mut Random, round: usize) {
         (case.rounded, case.by_warpgroup) = (weights_of(n_weights == 2), true);
     };
     let multiplied = |case: &Case| case.report.products > 0;
-    let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, ..Default::default() });
+    let mut case =
+        Case::new::<Linear>(linear::Params { activation: random.activation(), eps: 0.0, ..Default::default() });
     begin(&mut case, random, 1);
     case.maybe(random, &[n]);
     case.maybe(random, &[rows, n]);
@@ -1242,7 +1269,7 @@ fn warpgroup_linear(random: &mut Random, round: usize) {
     assert!(multiplied(&case));
 
     let mut case = Case::new::<GatedLinear>(gated_linear::Params {
-        activation: linear::Activation::Relu as u32,
+        activation: linear::Activation::Relu.number(),
         ..Default::default()
     });
     begin(&mut case, random, 2);
@@ -1272,6 +1299,7 @@ fn norms(random: &mut Random, round: usize) {
     } else {
         (0..3).for_each(|_| case.absent());
     }
+    case.maybe(random, &[1]);
     case.step.rows = random.one_to(rows);
     case.counts = rows == 1;
     // A flagged row is one that a worker's threads have room for, four eights each.
@@ -1312,7 +1340,7 @@ fn embedding(random: &mut Random, round: usize) {
 
 fn elementwise_select_pool(random: &mut Random, round: usize) {
     let (rows, n) = (random.one_to(5), random.one_to(200));
-    let (function, activation) = (round as u32 % 4, random.below(5));
+    let (function, activation) = (round as u32 % 4, random.activation());
     let mut case = Case::new::<Elementwise>(elementwise::Params { function, activation });
     let dtype = random.dtype();
     case.floats(random, dtype, &[rows, n]);
@@ -1354,16 +1382,25 @@ fn rope(random: &mut Random, round: usize) {
     let turned_pairs = random.turned_pairs(d);
     let turned_pairs = if by_eights && turned_pairs < d / 2 { turned_pairs / 4 * 4 } else { turned_pairs };
     let context = 56;
-    let mut case = Case::new::<Rope>(rope::Params { eps: 1e-6, turned_pairs, factor: 1.25 });
+    let norms_values = random.below(2);
+    let mut case = Case::new::<Rope>(rope::Params { eps: 1e-6, turned_pairs, factor: 1.25, norms_values });
+    // Now and then there is nothing to append.
+    let appends = random.below(4) > 0;
     let (dtype, cached) = if by_eights { (DType::F32, DType::Bf16) } else { (random.dtype(), random.dtype()) };
     case.push_placed(random, dtype, &[rows, heads, group, d], Random::float, by_eights);
-    case.push_placed(random, dtype, &[rows, heads, d], Random::float, by_eights);
-    case.push_placed(random, dtype, &[rows, heads, d], Random::float, by_eights);
+    for extent in [&[rows, heads, d][..], &[rows, heads, d]] {
+        if appends { case.push_placed(random, dtype, extent, Random::float, by_eights) } else { case.absent() }
+    }
     case.maybe(random, &[d]);
-    case.maybe(random, &[d]);
+    if appends {
+        case.maybe(random, &[d])
+    } else {
+        case.absent()
+    }
     case.push(random, DType::F32, &[d / 2], |random| random.float().abs());
-    case.push_placed(random, cached, &[heads, context, d], Random::float, by_eights);
-    case.push_placed(random, cached, &[heads, context, d], Random::float, by_eights);
+    for extent in [&[heads, context, d][..], &[heads, context, d]] {
+        if appends { case.push_placed(random, cached, extent, Random::float, by_eights) } else { case.absent() }
+    }
     if by_eights {
         case.threads = [&[224], &[160], &[32]][random.below(3) as usize];
     }
@@ -1542,16 +1579,26 @@ fn decode_attention_case(
 ) -> Case {
     let window = random.some_window(context);
     let turned_pairs = random.turned_pairs(d);
-    let params = decode_attention::Params { eps: 1e-6, scale: 0.3, splits, window, turned_pairs, factor: 1.25 };
+    let norms_values = random.below(2);
+    let params =
+        decode_attention::Params { eps: 1e-6, scale: 0.3, splits, window, turned_pairs, factor: 1.25, norms_values };
+    // Now and then another layer has appended.
+    let appends = random.below(4) > 0;
     let mut case = Case::new::<DecodeAttention>(params);
     case.floats(random, DType::F32, &[1, heads, group, d]);
-    case.floats(random, dtype, &[1, heads, d]);
-    case.floats(random, dtype, &[1, heads, d]);
+    for extent in [&[1, heads, d][..], &[1, heads, d]] {
+        if appends { case.floats(random, dtype, extent) } else { case.absent() }
+    }
     case.maybe(random, &[d]);
-    case.maybe(random, &[d]);
+    if appends {
+        case.maybe(random, &[d])
+    } else {
+        case.absent()
+    }
     case.push(random, DType::F32, &[d / 2], |random| random.float().abs());
-    push_cache(&mut case, random, dtype, [heads, context, d], visible - 1, false);
-    push_cache(&mut case, random, dtype, [heads, context, d], visible - 1, false);
+    let kept = if appends { visible - 1 } else { visible };
+    push_cache(&mut case, random, dtype, [heads, context, d], kept, false);
+    push_cache(&mut case, random, dtype, [heads, context, d], kept, false);
     let y = if splits > 1 { [heads, 1, group, attention::FOUND + d] } else { [1, heads, group, d] };
     case.push(random, DType::F32, &y, |_| 7.0);
     case.maybe_sinks(random, [heads, group], true);
@@ -1810,9 +1857,9 @@ fn push_down_bias(case: &mut Case, random: &mut Random, counting: Counting, shap
     if counting.weighting == Weighting::All as u32 { case.absent() } else { case.maybe(random, &shape) }
 }
 
-/// What corrects logits that count by sigmoids, now and then; numbers of which some are equal, if they are `few`.
-fn push_correction(case: &mut Case, random: &mut Random, counting: Counting, experts: u32, few: bool) {
-    if counting.weighting < Weighting::Sigmoid as u32 || random.flip() {
+/// What corrects logits that count by sigmoids, or what the others count, now and then; numbers of which some are equal, if they are `few`.
+fn push_correction(case: &mut Case, random: &mut Random, experts: u32, few: bool) {
+    if random.flip() {
         return case.absent();
     }
     let dtype = random.dtype();
@@ -1849,7 +1896,7 @@ fn experts(random: &mut Random, round: usize) {
     case.push(random, dtype, &[rows, chosen, n], |_| 7.0);
     case.maybe_norm(random, rows, k);
     push_biases(&mut case, random, [experts, n]);
-    push_correction(&mut case, random, counting, experts, few);
+    push_correction(&mut case, random, experts, few);
     begin(&mut case, random);
     case.judge("experts_up");
 
@@ -1863,7 +1910,7 @@ fn experts(random: &mut Random, round: usize) {
     let dtype = random.dtype();
     case.push(random, dtype, &[rows, n], |_| 7.0);
     push_down_bias(&mut case, random, counting, [experts, n]);
-    push_correction(&mut case, random, counting, experts, few);
+    push_correction(&mut case, random, experts, few);
     begin(&mut case, random);
     case.judge("experts_down");
 
@@ -1879,7 +1926,7 @@ fn experts(random: &mut Random, round: usize) {
     case.push(random, DType::F32, &[rows, chosen, n], |_| 7.0);
     case.maybe_norm(random, rows, k);
     push_biases(&mut case, random, [experts, n]);
-    push_correction(&mut case, random, counting, experts, few);
+    push_correction(&mut case, random, experts, few);
     begin(&mut case, random);
     case.judge("experts_up of whole eights");
 
@@ -1891,7 +1938,7 @@ fn experts(random: &mut Random, round: usize) {
     case.push(random, DType::F32, &[rows, n], Random::float);
     case.push(random, DType::F32, &[rows, n], |_| 7.0);
     push_down_bias(&mut case, random, counting, [experts, n]);
-    push_correction(&mut case, random, counting, experts, few);
+    push_correction(&mut case, random, experts, few);
     begin(&mut case, random);
     case.judge("experts_down of whole eights");
 }
@@ -1923,7 +1970,7 @@ fn experts_in_fewer_bits(random: &mut Random, round: usize) {
     case.push(random, DType::F32, &[rows, chosen, n], |_| 7.0);
     case.maybe_norm(random, rows, k);
     push_biases(&mut case, random, [experts, n]);
-    push_correction(&mut case, random, counting, experts, false);
+    push_correction(&mut case, random, experts, false);
     case.step.rows = random.one_to(rows + 1);
     case.judge("experts_up with weights in fewer bits");
 
@@ -1938,7 +1985,7 @@ fn experts_in_fewer_bits(random: &mut Random, round: usize) {
     case.maybe(random, &[rows, n]);
     case.push(random, DType::F32, &[rows, n], |_| 7.0);
     push_down_bias(&mut case, random, counting, [experts, n]);
-    push_correction(&mut case, random, counting, experts, false);
+    push_correction(&mut case, random, experts, false);
     case.step.rows = random.one_to(rows + 1);
     case.judge("experts_down with weights in fewer bits");
 }
@@ -1992,7 +2039,7 @@ fn routes_and_slots(random: &mut Random, round: usize) {
     case.push(random, DType::F32, &[rows, experts], |r| if few { r.below(4) as f32 } else { 3.0 * r.float() });
     case.push(random, DType::I32, &[rows, chosen], |_| 7.0);
     case.push(random, DType::F32, &[rows, chosen], |_| 7.0);
-    push_correction(&mut case, random, counting, experts, few);
+    push_correction(&mut case, random, experts, few);
     case.step.rows = random.one_to(rows + 1);
     case.judge("expert_routes");
 

@@ -149,7 +149,7 @@ pub(crate) fn activate(activation: u32, x: f32) -> f32 {
         GELU => gelu(x),
         RELU => relu(x),
         GELU_TANH => gelu_tanh(x),
-        _ => x,
+        cap => capped(f32::from_bits(cap), x),
     }
 }
 
@@ -166,7 +166,7 @@ pub(crate) fn activate_fours<const R: usize>(activation: u32, fours: [[f32; 4]; 
         GELU => of_each(fours, gelu),
         RELU => of_each(fours, relu),
         GELU_TANH => of_each(fours, gelu_tanh),
-        _ => fours,
+        cap => of_each(fours, |x| capped(f32::from_bits(cap), x)),
     }
 }
 
@@ -211,11 +211,11 @@ fn limited(gating: Gating, g: f32, u: f32) -> f32 {
     g * scalar::reciprocal(1.0 + exp(-alpha * g)) * (u + 1.0)
 }
 
-const NONE: u32 = Activation::None as u32;
-const GELU: u32 = Activation::Gelu as u32;
-const SILU: u32 = Activation::Silu as u32;
-const RELU: u32 = Activation::Relu as u32;
-const GELU_TANH: u32 = Activation::GeluTanh as u32;
+const NONE: u32 = Activation::None.number();
+const GELU: u32 = Activation::Gelu.number();
+const SILU: u32 = Activation::Silu.number();
+const RELU: u32 = Activation::Relu.number();
+const GELU_TANH: u32 = Activation::GeluTanh.number();
 
 pub(crate) fn silu(x: f32) -> f32 {
     x * scalar::reciprocal(1.0 + exp(-x))
@@ -232,6 +232,11 @@ fn relu(x: f32) -> f32 {
 fn gelu_tanh(x: f32) -> f32 {
     const SQRT_2_OVER_PI: f32 = 0.797_884_6;
     0.5 * x * (1.0 + tanh(SQRT_2_OVER_PI * fma(0.044_715 * x * x, x, x)))
+}
+
+/// [`Activation::Capped`].
+fn capped(cap: f32, x: f32) -> f32 {
+    cap * tanh(x * scalar::reciprocal(cap))
 }
 
 #[cfg(test)]

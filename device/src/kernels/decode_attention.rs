@@ -1,7 +1,7 @@
 //! One position's attention, all of it: [`rope`](super::rope) of the query and the new key, the append of key and value
 //! to the cache, and causal [`attention`](super::attention) over it, in one task a head or, `split`, in several.
 //!
-//! q: [1, kv_heads, group, d]; k, v: [1, kv_heads, d]; q_norm, k_norm: [d], optional; frequencies: [d/2] f32; k_cache,
+//! q: [1, kv_heads, group, d]; k, v: [1, kv_heads, d], or absent, and then nothing is appended; q_norm, k_norm: [d], optional; frequencies: [d/2] f32; k_cache,
 //! v_cache: [kv_heads, context, d]; y: [1, kv_heads, group, d]. q, k and v are only read: the turned query stays in
 //! shared memory, group * d at most [`MAX_QUERY`]; sinks: as `attention`'s. Split as `attention` is, block axis 1
 //! saying which share of the positions is the task's, y is [kv_heads, 1, group, 4 + d] for
@@ -42,12 +42,15 @@ pub struct Params {
     pub turned_pairs: u32,
     /// As [`rope::Params::factor`].
     pub factor: f32,
+    /// As [`rope::Params::norms_values`].
+    pub norms_values: u32,
 }
 
 impl Params {
     #[cfg(not(target_arch = "nvptx64"))]
     fn rope(&self) -> rope::Params {
-        rope::Params { eps: self.eps, turned_pairs: self.turned_pairs, factor: self.factor }
+        let Params { eps, turned_pairs, factor, norms_values, .. } = *self;
+        rope::Params { eps, turned_pairs, factor, norms_values }
     }
 
     fn attention(&self) -> attention::Params {
@@ -77,8 +80,8 @@ const _: () = assert!(slot::V == rope::slot::V && slot::V_CACHE == rope::slot::V
 
 slots! {
     Q: read "q",
-    K: read "k",
-    V: read "v",
+    K: optional "k",
+    V: optional "v",
     Q_NORM: optional "q_norm",
     K_NORM: optional "k_norm",
     FREQUENCIES: read "frequencies",
@@ -158,10 +161,11 @@ impl MacroKernel for DecodeAttention {
         let (first, end) = p.attention().share(pos as u32 + 1, call.task.block[1]);
         let positions = first as usize..end as usize;
         for h in 0..heads {
-            if positions.contains(&pos) {
+            if k.is_present() && positions.contains(&pos) {
                 let key = turn((0..d).map(|i| k.get([0, h, i])).collect(), &k_norm);
                 key.iter().enumerate().for_each(|(i, x)| k_cache.set([h, pos, i], *x));
-                (0..d).for_each(|i| v_cache.set([h, pos, i], v.get([0, h, i])));
+                let value = rope::value(&p.rope(), (0..d).map(|i| v.get([0, h, i])).collect());
+                value.iter().enumerate().for_each(|(i, x)| v_cache.set([h, pos, i], *x));
             }
             for g in 0..group {
                 let q = turn((0..d).map(|i| q.get([0, h, g, i])).collect(), &q_norm);
@@ -199,7 +203,7 @@ impl MacroKernel for DecodeAttention {
             let [is_fit, by_splits, ..] = turn::known();
             let (first, end) = share_by(pos + 1, p.window, p.splits, Divisor(by_splits), call.block::<1>());
             let is_fit = (is_fit == FITS) & call.uses(Technique::GroupAttention);
-            let appends = first <= pos && pos < end;
+            let appends = first <= pos && pos < end && call.tensor(slot::K).is_present();
             let queries = memory::opaque_word(call.tensor(slot::Q).extent(2));
             let d = memory::opaque_word(call.tensor(slot::Q).extent(3));
             let half = d / 2;
@@ -229,7 +233,7 @@ impl MacroKernel for DecodeAttention {
                 while g < rows {
                     let is_key = g == queries;
                     if g > queries {
-                        rope::append_value(call, 0, h, pos, d, lane);
+                        rope::append_value(call, [0, h, pos], d, lane, (p.norms_values != 0, p.eps));
                         break;
                     }
                     let from =

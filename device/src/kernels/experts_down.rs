@@ -55,7 +55,7 @@ impl MacroKernel for ExpertsDown {
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
         let [x, logits, w, residual, y, bias, correction] = io else { unreachable!("slots were counted") };
-        p.counting.check(correction)?;
+        p.counting.check()?;
         if Order::from_u32(p.order).is_none() {
             return Err(format!("order of summation {} is unknown", p.order));
         }
@@ -80,9 +80,14 @@ impl MacroKernel for ExpertsDown {
         Ok(())
     }
 
-    fn cost(_: &Params, io: &[Operand]) -> Cost {
-        let [x, _, w, _, _, bias, _] = io else { return Cost::default() };
-        routing::cost(&[w, bias], x.extent[0], x.extent[1], default_cost(Self::SLOTS, io))
+    fn cost(p: &Params, io: &[Operand]) -> Cost {
+        let [x, _, w, _, _, bias, correction] = io else { return Cost::default() };
+        routing::cost(
+            &[w, bias, p.counting.scales(correction)],
+            x.extent[0],
+            x.extent[1],
+            default_cost(Self::SLOTS, io),
+        )
     }
 
     #[cfg(not(target_arch = "nvptx64"))]

@@ -66,7 +66,7 @@ impl MacroKernel for ExpertsUp {
         if Order::from_u32(p.order).is_none() {
             return Err(format!("order of summation {} is unknown", p.order));
         }
-        p.counting.check(correction)?;
+        p.counting.check()?;
         for (name, operand, rank) in [("x", x, 2), ("y", y, 3)] {
             rules::dtype(name, operand, &rules::FLOATS)?;
             rules::rank(name, operand, rank)?;
@@ -93,9 +93,10 @@ impl MacroKernel for ExpertsUp {
         rules::extent("y", y, 2, gate.extent[1])
     }
 
-    fn cost(_: &Params, io: &[Operand]) -> Cost {
-        let [x, _, gate, up, y, _, gate_bias, up_bias, _] = io else { return Cost::default() };
-        routing::cost(&[gate, up, gate_bias, up_bias], x.extent[0], y.extent[1], default_cost(Self::SLOTS, io))
+    fn cost(p: &Params, io: &[Operand]) -> Cost {
+        let [x, _, gate, up, y, _, gate_bias, up_bias, correction] = io else { return Cost::default() };
+        let scales = p.counting.scales(correction);
+        routing::cost(&[gate, up, gate_bias, up_bias, scales], x.extent[0], y.extent[1], default_cost(Self::SLOTS, io))
     }
 
     #[cfg(not(target_arch = "nvptx64"))]

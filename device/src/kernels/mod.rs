@@ -59,6 +59,10 @@ impl Slot {
     pub const fn append(name: &'static str) -> Slot {
         Slot { name, usage: Use::Append, optional: false }
     }
+    /// An operand that is appended to when present.
+    pub const fn optional_append(name: &'static str) -> Slot {
+        Slot { name, usage: Use::Append, optional: true }
+    }
     /// An operand that is updated in place.
     pub const fn update(name: &'static str) -> Slot {
         Slot { name, usage: Use::Update, optional: false }

@@ -1,5 +1,5 @@
-//! y[r,:] = x[r,:] * rsqrt(mean(x[r,:]^2) + eps) * w (+ residual[r,:]). x, y, residual: [rows, hidden]; w: [hidden];
-//! f32 accumulation. Moves 2*rows*hidden + hidden elements, and rows*hidden of a residual. With `weights`, [hidden],
+//! y[r,:] = (x[r,:] * rsqrt(mean(x[r,:]^2) + eps) * w (+ residual[r,:])) (* scale). x, y, residual: [rows, hidden]; w:
+//! [hidden]; scale: [1]; f32 accumulation. Moves 2*rows*hidden + hidden elements, and rows*hidden of a residual. With `weights`, [hidden],
 //! what a product after another norm reads, too: `weighted`, [rows, hidden], and `squares`, [rows, 1], as
 //! [`linear`](super::linear) has them.
 
@@ -40,6 +40,7 @@ unsafe fn alone(p: &Params, call: &gpu::Call<'_>, block: &Block, n: u32) {
         if residual.is_present() {
             more = call.eights(slot::RESIDUAL, &residual.row([0]), places, n);
         }
+        let of_all = of_all(call);
         let weights = call.tensor(slot::W).row([]).eights(places, n);
         let values = call.eights(slot::X, &call.tensor(slot::X).row([0]), places, n);
         let mut squares = 0.0;
@@ -47,9 +48,21 @@ unsafe fn alone(p: &Params, call: &gpu::Call<'_>, block: &Block, n: u32) {
         let scale = rsqrt(block.sum(squares) / n as f32 + p.eps);
         let y_row = y.row([0]);
         each_of_four!(c => {
-            let of = sum_of(scaled(values[c], scale, weights[c]), more[c]);
+            let of = sum_of(scaled(values[c], scale, weights[c]), more[c]).map(|x| x * of_all);
             call.put_eight(&y, &y_row, places[c], n, of);
         });
+    }
+}
+
+/// What all of y is multiplied with.
+///
+/// # Safety
+/// As [`MacroKernel::gpu`].
+unsafe fn of_all(call: &gpu::Call<'_>) -> f32 {
+    // SAFETY: it is the operand's only element.
+    unsafe {
+        let scale = call.tensor(slot::SCALE);
+        if scale.is_present() { scale.get([0]) } else { 1.0 }
     }
 }
 
@@ -97,6 +110,7 @@ slots! {
     WEIGHTS: optional "weights",
     WEIGHTED: optional_write "weighted",
     SQUARES: optional_write "squares",
+    SCALE: optional "scale",
 }
 
 impl MacroKernel for RmsNorm {
@@ -107,13 +121,16 @@ impl MacroKernel for RmsNorm {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
-        let [x, w, y, residual, weights, weighted, squares] = io else { unreachable!("slots were counted") };
-        for (name, operand, rank) in [("x", x, 2), ("w", w, 1), ("y", y, 2), ("residual", residual, 2)] {
+        let [x, w, y, residual, weights, weighted, squares, scale] = io else { unreachable!("slots were counted") };
+        for (name, operand, rank) in
+            [("x", x, 2), ("w", w, 1), ("y", y, 2), ("residual", residual, 2), ("scale", scale, 1)]
+        {
             rules::dtype(name, operand, &rules::FLOATS)?;
             rules::rank(name, operand, rank)?;
             rules::unit_stride(name, operand)?;
         }
         rules::extent("w", w, 0, x.extent[1])?;
+        rules::extent("scale", scale, 0, 1)?;
         for (name, operand) in [("y", y), ("residual", residual)] {
             rules::extent(name, operand, 0, x.extent[0])?;
             rules::extent(name, operand, 1, x.extent[1])?;
@@ -138,11 +155,12 @@ impl MacroKernel for RmsNorm {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
-        let [x, w, y, residual, weights, weighted, squares] = core::array::from_fn(|i| call.tensor(i));
+        let [x, w, y, residual, weights, weighted, squares, scale] = core::array::from_fn(|i| call.tensor(i));
+        let of_all = if scale.is_present() { scale.get([0]) } else { 1.0 };
         for r in 0..call.rows(slot::X) {
             let mut sum = 0.0;
             for (c, value) in row(&x, r, &w, p.eps, false).into_iter().enumerate() {
-                let value = if residual.is_present() { value + residual.get([r, c]) } else { value };
+                let value = if residual.is_present() { value + residual.get([r, c]) } else { value } * of_all;
                 y.set([r, c], value);
                 if weighted.is_present() {
                     weighted.set([r, c], value * weights.get([c]));
@@ -191,6 +209,7 @@ impl MacroKernel for RmsNorm {
                 // Backwards, from the elements that are there.
                 let mut weights = w.eights(at(first), n);
                 let scale = rsqrt(warp::sum(squares) / n as f32 + p.eps);
+                let of_all = of_all(call);
                 let mut squares_of_y = 0.0;
                 loop {
                     let places = at(first);
@@ -199,6 +218,7 @@ impl MacroKernel for RmsNorm {
                         let more = residual.row([r]).eights(places, n);
                         each_of_four!(c => values[c] = sum_of(values[c], more[c]));
                     }
+                    each_of_four!(c => values[c] = values[c].map(|x| x * of_all));
                     each_of_four!(c => y.set_eight(places[c], n, values[c]));
                     let weighted = call.tensor(slot::WEIGHTED);
                     if weighted.is_present() {
@@ -228,11 +248,20 @@ impl MacroKernel for RmsNorm {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
-        let [x, w, y, residual, _, weighted, _] = core::array::from_fn(|i| call.tensor(i));
+        let [x, w, y, residual, _, weighted, _, scale] = core::array::from_fn(|i| call.tensor(i));
         if weighted.is_present() {
             return Self::reference(p, call);
         }
-        scratch.isa.run(crate::cpu::rowwise::RmsNorm { rows: call.rows(slot::X), eps: p.eps, x, residual, w, y });
+        let scale = if scale.is_present() { scale.get([0]) } else { 1.0 };
+        scratch.isa.run(crate::cpu::rowwise::RmsNorm {
+            rows: call.rows(slot::X),
+            eps: p.eps,
+            x,
+            residual,
+            w,
+            scale,
+            y,
+        });
         Ok(())
     }
 }

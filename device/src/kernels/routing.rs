@@ -5,7 +5,8 @@
 //! Chosen are the experts with the largest logits, ties to the lower number; or, where there is a correction,
 //! `[experts]`, those whose logit's sigmoid and correction are the largest sum (DeepSeek-V3's way to even out how often
 //! each is chosen). Slot 0 is the best one's. How much an expert counts its logit says, by itself or beside others:
-//! [`Counting`]. (MPK: `MOE_TOPK_SOFTMAX`, `MOE_TOPK_SIGMOID`.)
+//! [`Counting`]. Beside weightings that are not by sigmoids the correction corrects that: each expert's number there is
+//! what it is multiplied with (Gemma 4's scales). (MPK: `MOE_TOPK_SOFTMAX`, `MOE_TOPK_SIGMOID`.)
 
 use super::{Cost, MAX_NORMED, product, total};
 #[cfg(not(target_arch = "nvptx64"))]
@@ -54,7 +55,7 @@ impl Weighting {
         }
     }
 
-    /// Whether it is by sigmoids, which a correction may stand beside.
+    /// Whether it is by sigmoids, beside which a correction is added where experts are chosen.
     pub const fn is_of_sigmoids(self) -> bool {
         matches!(self, Weighting::Sigmoid | Weighting::Sigmoids)
     }
@@ -84,16 +85,19 @@ impl Counting {
         Weighting::from_u32(self.weighting).unwrap_or(Weighting::All)
     }
 
-    /// Judges it, beside a correction if that is present.
+    /// What is read of `correction` for experts that are chosen alone, since it scales these.
+    pub(crate) fn scales(self, correction: &Operand) -> &Operand {
+        const ABSENT: Operand = Operand::ABSENT;
+        if self.weighting().is_of_sigmoids() { &ABSENT } else { correction }
+    }
+
+    /// Judges it.
     #[cfg(not(target_arch = "nvptx64"))]
-    pub(crate) fn check(self, correction: &Operand) -> Result<(), Violation> {
-        let Some(weighting) = Weighting::from_u32(self.weighting) else {
-            return Err(format!("weighting {} is unknown", self.weighting));
-        };
-        if correction.is_present() && !weighting.is_of_sigmoids() {
-            return Err(format!("`correction` stands beside logits that count as {weighting:?}, expected by sigmoids"));
+    pub(crate) fn check(self) -> Result<(), Violation> {
+        match Weighting::from_u32(self.weighting) {
+            Some(_) => Ok(()),
+            None => Err(format!("weighting {} is unknown", self.weighting)),
         }
-        Ok(())
     }
 }
 
@@ -172,7 +176,9 @@ impl Router {
     fn choose(&self, row: usize, out: &mut [Chosen]) {
         let sigmoid = |logit: f32| 1.0 / (1.0 + (-logit).exp());
         let all = self.logits.slice::<f32, 2>([row, 0], self.logits.extent(1));
-        let is_corrected = self.correction.is_present();
+        let weighting = self.counting.weighting();
+        let has_correction = self.correction.is_present();
+        let is_corrected = has_correction && weighting.is_of_sigmoids();
         let mut found = 0;
         for (expert, logit) in all.iter().enumerate() {
             let score = if is_corrected { sigmoid(*logit) + self.correction.get([expert]) } else { *logit };
@@ -190,7 +196,7 @@ impl Router {
             let logit = if logit.is_nan() { f32::NEG_INFINITY } else { *logit };
             out[at] = Chosen { expert, score, logit, weight: 0.0 };
         }
-        let (best, weighting) = (out[0].logit, self.counting.weighting());
+        let best = out[0].logit;
         let part = |logit: f32| if weighting.is_of_sigmoids() { sigmoid(logit) } else { (logit - best).exp() };
         let added = self.counting.added;
         let whole = match weighting {
@@ -200,6 +206,9 @@ impl Router {
         };
         for chosen in out {
             chosen.weight = part(chosen.logit) / whole * self.counting.factor;
+            if has_correction && !is_corrected {
+                chosen.weight *= self.correction.get([chosen.expert]);
+            }
         }
     }
 
@@ -379,7 +388,9 @@ impl Found {
         counting: Counting,
     ) -> Found {
         // SAFETY: the operands are there (caller).
-        let (experts, is_corrected) = unsafe { (call.tensor(logits).extent(1), call.tensor(correction).is_present()) };
+        let (experts, has_correction) =
+            unsafe { (call.tensor(logits).extent(1), call.tensor(correction).is_present()) };
+        let is_corrected = has_correction & counting.weighting().is_of_sigmoids();
         let words = experts.next_multiple_of(4);
         let orders = LOGITS - words;
         // SAFETY: a thread writes its own words, and those of the slots that no other expert has; barriers stand
@@ -452,7 +463,10 @@ impl Found {
             // Last: a choice of what a sum begins with would be a table in memory.
             let whole = if weighting == Weighting::Sigmoid { 1.0 } else { total + counting.added };
             for slot in block.mine(chosen) {
-                let part = part(of_slot(slot)) / whole * counting.factor;
+                let mut part = part(of_slot(slot)) / whole * counting.factor;
+                if has_correction & !is_corrected {
+                    part *= call.tensor(correction).get([shared::load(EXPERTS + slot)]);
+                }
                 shared::store(WEIGHTS + slot, part.to_bits());
             }
             block.sync();

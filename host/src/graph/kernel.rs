@@ -473,10 +473,10 @@ impl KernelGraph {
 
     /// y = x * rsqrt(mean(x^2) + eps) * w, row by row.
     pub fn rms_norm(&mut self, name: &str, x: TensorId, w: TensorId, eps: f32) -> Result<TensorId, GraphError> {
-        self.normed(name, x, w, eps, None)
+        self.normed(name, x, w, eps, [None; 2])
     }
 
-    /// y = residual + x * rsqrt(mean(x^2) + eps) * w, row by row.
+    /// y = (residual + x * rsqrt(mean(x^2) + eps) * w) (* scale), row by row; scale: `[1]`.
     pub fn add_rms_norm(
         &mut self,
         name: &str,
@@ -484,8 +484,9 @@ impl KernelGraph {
         w: TensorId,
         eps: f32,
         residual: TensorId,
+        scale: Option<TensorId>,
     ) -> Result<TensorId, GraphError> {
-        self.normed(name, x, w, eps, Some(residual))
+        self.normed(name, x, w, eps, [Some(residual), scale])
     }
 
     fn normed(
@@ -494,13 +495,13 @@ impl KernelGraph {
         x: TensorId,
         w: TensorId,
         eps: f32,
-        residual: Option<TensorId>,
+        [residual, scale]: [Option<TensorId>; 2],
     ) -> Result<TensorId, GraphError> {
         let [rows, hidden] = self.matrix(name, "x", x)?;
         let y = self.intermediate(name, &[rows, hidden], DType::F32)?;
-        use kernels::rms_norm::slot::{RESIDUAL, SQUARES, W, WEIGHTED, X, Y};
+        use kernels::rms_norm::slot::{RESIDUAL, SCALE, SQUARES, W, WEIGHTED, X, Y};
         let params = kernels::rms_norm::Params { eps };
-        let operands = [(X, Some(x)), (W, Some(w)), (Y, Some(y)), (RESIDUAL, residual)];
+        let operands = [(X, Some(x)), (W, Some(w)), (Y, Some(y)), (RESIDUAL, residual), (SCALE, scale)];
         let rows = Cut::rows(rows, &[(X, 0), (Y, 0), (RESIDUAL, 0), (WEIGHTED, 0), (SQUARES, 0)]);
         self.add::<kernels::RmsNorm>(name, &params, &operands, &[rows])?;
         Ok(y)
@@ -539,7 +540,7 @@ impl KernelGraph {
         let [n, _] = self.matrix(name, "w", w)?;
         let y = self.intermediate(name, &[rows, n], DType::F32)?;
         use kernels::linear::slot::{BIAS, RESIDUAL, W, X, Y};
-        let params = kernels::linear::Params { activation: activation as u32, ..Default::default() };
+        let params = kernels::linear::Params { activation: activation.number(), ..Default::default() };
         let operands = [(X, Some(x)), (W, Some(w)), (BIAS, bias), (RESIDUAL, residual), (Y, Some(y))];
         let columns = Cut::columns(n, &[(W, 0), (BIAS, 0), (RESIDUAL, 1), (Y, 1)]);
         self.add::<kernels::Linear>(name, &params, &operands, &[columns])?;
@@ -559,7 +560,7 @@ impl KernelGraph {
         let [n, _] = self.matrix(name, "gate", gate)?;
         let y = self.intermediate(name, &[rows, n], DType::F32)?;
         use kernels::gated_linear::slot::{GATE, GATE_BIAS, UP, UP_BIAS, X, Y};
-        let params = kernels::gated_linear::Params { activation: activation as u32, ..Default::default() };
+        let params = kernels::gated_linear::Params { activation: activation.number(), ..Default::default() };
         let [gate_bias, up_bias] = biases.map_or([None; 2], |b| b.map(Some));
         let weights = [(GATE, Some(gate)), (UP, Some(up)), (GATE_BIAS, gate_bias), (UP_BIAS, up_bias)];
         let operands = [&weights[..], &[(X, Some(x)), (Y, Some(y))]].concat();
@@ -597,22 +598,22 @@ impl KernelGraph {
         Ok(y)
     }
 
-    /// Normalises (when weights are given) and rotates q in place and k, and appends k and v to `cache`, keys and
-    /// values of `[kv_heads, context, d]` each. Shapes: see [`perpetua_device::kernels::rope`].
+    /// Normalises (when weights are given) and rotates q in place and k, and appends k and v, if there are such, to
+    /// `cache`, keys and values of `[kv_heads, context, d]` each. Shapes: see [`perpetua_device::kernels::rope`].
     pub fn rope(&mut self, name: &str, args: RopeArgs, cache: [TensorId; 2]) -> Result<(), GraphError> {
-        let RopeArgs { q, k, v, norms, frequencies, turned_pairs, factor, eps } = args;
+        let RopeArgs { q, kv, norms: [q_norm, k_norm], norms_values, frequencies, turned_pairs, factor, eps } = args;
         use kernels::rope::slot::{FREQUENCIES, K, K_CACHE, K_NORM, Q, Q_NORM, V, V_CACHE};
-        let [k_cache, v_cache] = cache;
-        let of_k = self.dims(name, k)?;
-        let [rows, n_kv] = [0, 1].map(|dim| of_k.get(dim).copied().unwrap_or(1));
+        let [rows, n_kv, _, _] = self.dims_of(name, "q", q)?;
         let heads = Cut::heads(n_kv, &[(Q, 1), (K, 1), (V, 1), (K_CACHE, 0), (V_CACHE, 0)]);
         // Of the caches a block has the positions of its rows.
         let rows = Cut::rows(rows, &[(Q, 0), (K, 0), (V, 0)]);
-        let [q_norm, k_norm] = norms.map_or([None; 2], |n| n.map(Some));
-        let tensors = [(Q, q), (K, k), (V, v), (FREQUENCIES, frequencies), (K_CACHE, k_cache), (V_CACHE, v_cache)];
-        let tensors = tensors.map(|(slot, tensor)| (slot, Some(tensor)));
-        let operands = [&tensors[..], &[(Q_NORM, q_norm), (K_NORM, k_norm)]].concat();
-        let params = kernels::rope::Params { eps, turned_pairs: turned_pairs as u32, factor };
+        let mut operands = vec![(Q, Some(q)), (Q_NORM, q_norm), (K_NORM, k_norm), (FREQUENCIES, Some(frequencies))];
+        if let Some([k, v]) = kv {
+            let appended = [(K, k), (V, v), (K_CACHE, cache[0]), (V_CACHE, cache[1])];
+            operands.extend(appended.map(|(slot, tensor)| (slot, Some(tensor))));
+        }
+        let norms_values = u32::from(norms_values);
+        let params = kernels::rope::Params { eps, turned_pairs: turned_pairs as u32, factor, norms_values };
         self.add::<kernels::Rope>(name, &params, &operands, &[heads, rows])
     }
 
@@ -663,11 +664,14 @@ impl KernelGraph {
         let [_, n_kv, group, d] = self.dims_of(name, "q", rope.q)?;
         let flat = self.intermediate(&format!("{name}.attention"), &[self.sequences, n_kv * group * d], DType::F32)?;
         self.each_sequence(|graph, sequence| {
-            let [q, k, v] = [rope.q, rope.k, rope.v].map(|of| graph.row_of(of, sequence));
-            let (q, k, v) = (q?, k?, v?);
+            let q = graph.row_of(rope.q, sequence)?;
+            let kv = match rope.kv {
+                Some([k, v]) => Some([graph.row_of(k, sequence)?, graph.row_of(v, sequence)?]),
+                None => None,
+            };
             let y = graph.row(flat, sequence, &[1, n_kv, group, d])?;
             let cache = cache(graph)?;
-            graph.rope(&format!("{name}.rope.{sequence}"), RopeArgs { q, k, v, ..rope }, cache)?;
+            graph.rope(&format!("{name}.rope.{sequence}"), RopeArgs { q, kv, ..rope }, cache)?;
             graph.attention_into(&format!("{name}.attention.{sequence}"), q, cache, y, args)
         })?;
         Ok(flat)
@@ -685,7 +689,7 @@ impl KernelGraph {
         let [rows, n] = self.matrix(name, "a", a)?;
         let y = self.intermediate(name, &[rows, n], DType::F32)?;
         use kernels::elementwise::slot::{A, B, Y};
-        let params = kernels::elementwise::Params { function: function as u32, activation: activation as u32 };
+        let params = kernels::elementwise::Params { function: function as u32, activation: activation.number() };
         let columns = Cut::columns(n, &[(A, 1), (B, 1), (Y, 1)]);
         let rows = Cut::rows(rows, &[(A, 0), (B, 0), (Y, 0)]);
         self.add::<kernels::Elementwise>(name, &params, &[(A, Some(a)), (B, b), (Y, Some(y))], &[columns, rows])?;
@@ -1048,12 +1052,13 @@ pub struct AttentionArgs {
 pub struct RopeArgs {
     /// `[rows, kv_heads, group, d]`, rotated in place.
     pub q: TensorId,
-    /// `[rows, kv_heads, d]`.
-    pub k: TensorId,
-    /// `[rows, kv_heads, d]`.
-    pub v: TensorId,
+    /// Keys and values, `[rows, kv_heads, d]` each, which may be one tensor; `None`: nothing is appended, and the cache
+    /// is another layer's.
+    pub kv: Option<[TensorId; 2]>,
     /// Weights of the per-head norms of q and k, `[d]` each.
-    pub norms: Option<[TensorId; 2]>,
+    pub norms: [Option<TensorId>; 2],
+    /// Whether values have such a norm, without weights.
+    pub norms_values: bool,
     /// `[d/2]` f32, radians per position.
     pub frequencies: TensorId,
     /// How many pairs are turned, the first ones; of frequencies beyond theirs all are 0.

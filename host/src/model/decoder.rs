@@ -4,8 +4,8 @@
 //! `group` = heads / kv_heads, `head_dim`, `context` (positions of the KV cache), `vocab`.
 
 use super::config::{
-    Activation as ConfigActivation, Architecture, AttentionGate, DecoderConfig, DeltaRule, Experts, LimitedGate, Mixer,
-    Norms, QkNorm, Rope, SharedExpert, Sigmoids, StateSpace,
+    Activation as ConfigActivation, Architecture, AttentionGate, DecoderConfig, DeltaRule, Experts, Heads, LimitedGate,
+    Mixer, Norms, QkNorm, Rope, SharedExpert, Sigmoids, StateSpace,
 };
 use super::embedding;
 use super::error::ModelError;
@@ -95,18 +95,16 @@ impl Declared<'_> {
     }
 }
 
-/// How layer `layer`, which has that one of `ropes`, turns the first `dim` elements of heads of `head_dim` in a context
-/// of so many positions: a frequency for each pair of a head, `[head_dim / 2]`, one tensor for all layers that are
-/// alike, and what is turned is multiplied with.
+/// How `rope` turns the first `dim` elements of heads of `head_dim` in a context of so many positions: a frequency for
+/// each pair of a head, `[head_dim / 2]`, one tensor for all layers that are `alike`, the number of the first of which
+/// that is, and what is turned is multiplied with.
 pub(super) fn rope_frequencies(
     graph: &mut KernelGraph,
-    ropes: &[Rope],
-    layer: usize,
+    rope: &Rope,
+    alike: usize,
     [dim, head_dim]: [usize; 2],
     context: usize,
 ) -> Result<(TensorId, f32), BuildError> {
-    let rope = &ropes[layer];
-    let alike = ropes.iter().position(|other| other == rope).unwrap_or(layer);
     let name = if alike == 0 { "rope_frequencies".to_owned() } else { format!("rope_frequencies.{alike}") };
     let mut frequencies = rope.inverse_frequencies(dim, context);
     // What is not turned is turned by nothing.
@@ -169,6 +167,7 @@ fn build_layers(net: Decoder<'_>) -> Result<KernelGraph, BuildError> {
         return Err(BuildError::Guesses(net.config.architecture));
     }
     match net.config.architecture.norms() {
+        _ if net.config.architecture.is_gemma4() => super::gemma4::build(net),
         Norms::Before => super::llama::build(net),
         Norms::Around => super::gemma3::build(net),
         Norms::After => super::olmo::build(net),
@@ -189,13 +188,12 @@ pub struct Decoder<'a> {
     sentence: Option<&'a SentenceConfig>,
 }
 
-/// Queries, keys and values of one layer, `[rows, heads * head_dim]` and twice `[rows, kv_heads * head_dim]`.
-/// Attention's [gate](DecoderConfig::gate) may stand behind each query, or by itself.
+/// Queries, keys and values of one layer, `[rows, heads * head_dim]` and twice `[rows, kv_heads * head_dim]`; without
+/// keys and values, where they are [another layer's](Heads::cache_of). Attention's [gate](DecoderConfig::gate) may stand behind each query, or by itself.
 #[derive(Clone, Copy, Debug)]
 pub struct Projected {
     q: TensorId,
-    k: TensorId,
-    v: TensorId,
+    kv: Option<[TensorId; 2]>,
     gate: Option<TensorId>,
 }
 
@@ -224,12 +222,8 @@ impl<'a> Decoder<'a> {
 
     /// `[rows, hidden]`: the embeddings of the pass's tokens.
     pub fn embed(&mut self) -> Result<TensorId, BuildError> {
-        let (table, scale) = (self.embedding_table()?, self.config.embedding_scale as f32);
-        if self.graph.pass == Pass::Batch {
-            return Ok(self.graph.embedding_of_each("embed_tokens", table, scale, self.cache.context)?);
-        }
-        let tokens = self.graph.tokens(self.cache.context)?;
-        Ok(self.graph.embedding("embed_tokens", tokens, EmbeddingArgs { scale, ..EmbeddingArgs::of(table) })?)
+        let table = self.embedding_table()?;
+        self.look_up("embed_tokens", table, self.config.embedding_scale as f32)
     }
 
     fn embedding_table(&mut self) -> Result<TensorId, BuildError> {
@@ -244,20 +238,36 @@ impl<'a> Decoder<'a> {
 
     /// x + RMSNorm of `made`, with the weights called `name`.
     pub fn add_normed(&mut self, name: &str, made: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
+        self.add_normed_scaled(name, made, x, None)
+    }
+
+    /// The same, times the number called `scale`, if that is given.
+    pub fn add_normed_scaled(
+        &mut self,
+        name: &str,
+        made: TensorId,
+        x: TensorId,
+        scale: Option<&str>,
+    ) -> Result<TensorId, BuildError> {
         let w = self.factors(name, self.config.hidden_size)?;
-        Ok(self.graph.add_rms_norm(name, made, w, self.config.rms_norm_eps as f32, x)?)
+        let scale = scale.map(|scale| self.weight(scale, &[1])).transpose()?;
+        Ok(self.graph.add_rms_norm(name, made, w, self.config.rms_norm_eps as f32, x, scale)?)
     }
 
     /// The `n` factors of the norm called `name`.
     fn factors(&mut self, name: &str, n: usize) -> Result<TensorId, BuildError> {
-        let name = format!("{name}.weight");
-        let stored = self.weights.dtype(&name, &[n])?;
-        let dtype = if norm_role(self.config, &name).is_made() { factors::DTYPE } else { stored };
-        Ok(self.graph.weight(&name, &[n], dtype)?)
+        self.factors_in(&format!("{name}.weight"), n)
+    }
+
+    /// Those that are tensor `name`.
+    pub(super) fn factors_in(&mut self, name: &str, n: usize) -> Result<TensorId, BuildError> {
+        let stored = self.weights.dtype(name, &[n])?;
+        let dtype = if norm_role(self.config, name).is_made() { factors::DTYPE } else { stored };
+        Ok(self.graph.weight(name, &[n], dtype)?)
     }
 
     /// x . w^T (+ bias) (+ residual) with the weights called `name`, `[out, in]`.
-    fn linear(
+    pub(super) fn linear(
         &mut self,
         name: &str,
         x: TensorId,
@@ -307,70 +317,89 @@ impl<'a> Decoder<'a> {
         Ok(matrices)
     }
 
-    /// The three projections of layer `layer`, with biases where the configuration has them.
+    /// The projections of layer `layer`, with biases where the configuration has them.
     pub fn project(&mut self, layer: usize, x: TensorId) -> Result<Projected, BuildError> {
-        let DecoderConfig { hidden_size, n_heads, n_kv_heads, head_dim, attention_bias: has_bias, .. } = *self.config;
+        let DecoderConfig { hidden_size, n_heads, attention_bias: has_bias, .. } = *self.config;
+        let Heads { n_kv, dim, values_are_keys, cache_of, .. } = self.config.heads[layer];
         let names = ["q", "k", "v", "qkv"].map(|which| format!("model.layers.{layer}.self_attn.{which}_proj"));
         let [q, k, v, qkv] = names.each_ref().map(String::as_str);
-        let kv_dim = n_kv_heads * head_dim;
-        let q_dim = n_heads * head_dim * self.config.of_query();
+        let (q_dim, kv_dim) = (n_heads * dim * self.config.of_query(), n_kv * dim);
         let fused = self.config.architecture.is_fused().then_some(qkv);
-        let [of_q, of_k, of_v] = self.matrices([(q, q_dim), (k, kv_dim), (v, kv_dim)], fused, hidden_size)?;
-        let gate = match gate_of(self.config) {
+        let gate = match gate_of(self.config, layer) {
             Some(n) => Some(self.linear(&format!("model.layers.{layer}.{GATE}"), x, [n, hidden_size], false, None)?),
             None => None,
         };
-        Ok(Projected {
-            q: self.linear_with(of_q, q, x, has_bias, None)?,
-            k: self.linear_with(of_k, k, x, has_bias, None)?,
-            v: self.linear_with(of_v, v, x, has_bias, None)?,
-            gate,
-        })
+        let mut apart = |name: &str, n: usize| self.linear(name, x, [n, hidden_size], has_bias, None);
+        let (q, kv) = match (cache_of, values_are_keys) {
+            (Some(_), _) => (apart(q, q_dim)?, None),
+            (None, true) => (apart(q, q_dim)?, Some([apart(k, kv_dim)?; 2])),
+            (None, false) => {
+                let [of_q, of_k, of_v] = self.matrices([(q, q_dim), (k, kv_dim), (v, kv_dim)], fused, hidden_size)?;
+                let q = self.linear_with(of_q, q, x, has_bias, None)?;
+                let k = self.linear_with(of_k, k, x, has_bias, None)?;
+                (q, Some([k, self.linear_with(of_v, v, x, has_bias, None)?]))
+            }
+        };
+        Ok(Projected { q, kv, gate })
     }
 
     /// Rotates queries and keys (normalised first, where the configuration says so), appends keys and values to the
     /// layer's cache and attends, causally or in the layer's window: `[rows, heads * head_dim]`.
     pub fn attend(&mut self, layer: usize, mut p: Projected) -> Result<TensorId, BuildError> {
-        let DecoderConfig { n_heads, n_kv_heads, head_dim, rotary_dim, rms_norm_eps, qk_norm, .. } = *self.config;
+        let DecoderConfig { n_heads, rms_norm_eps, qk_norm, norms_values, .. } = *self.config;
+        let Heads { n_kv, dim, rotary_dim, cache_of, .. } = self.config.heads[layer];
         let rows = self.graph.rows.unwrap_or(1) as usize;
         let prefix = format!("model.layers.{layer}.self_attn");
         let names = DecoderNames::of(self.config.architecture);
         let [of_q, of_k] = names.qk_norms.map(|which| format!("model.layers.{layer}.{which}"));
         let norms = match qk_norm {
-            QkNorm::Heads => Some([self.factors(&of_q, head_dim)?, self.factors(&of_k, head_dim)?]),
-            QkNorm::None => None,
+            QkNorm::Heads => {
+                let of_k = if p.kv.is_some() { Some(self.factors(&of_k, dim)?) } else { None };
+                [Some(self.factors(&of_q, dim)?), of_k]
+            }
+            QkNorm::None => [None; 2],
             QkNorm::Rows => {
-                for (made, name, heads) in [(&mut p.q, of_q, n_heads), (&mut p.k, of_k, n_kv_heads)] {
-                    let w = self.factors(&name, heads * head_dim)?;
+                let keys = p.kv.as_mut().map(|[k, _]| (k, of_k, n_kv));
+                for (made, name, heads) in [(&mut p.q, of_q, n_heads)].into_iter().chain(keys) {
+                    let w = self.factors(&name, heads * dim)?;
                     *made = self.graph.rms_norm(&name, *made, w, rms_norm_eps as f32)?;
                 }
-                None
+                [None; 2]
             }
         };
-        let group = n_heads / n_kv_heads;
+        let group = n_heads / n_kv;
         // Per head, what its query takes of the row, and a gate, if there are gates.
-        let taken = head_dim * self.config.of_query();
+        let taken = dim * self.config.of_query();
         let strides = [n_heads * taken, group * taken, taken, 1];
-        let q = self.graph.view(p.q, 0, &[rows, n_kv_heads, group, head_dim], &strides)?;
-        let k = self.graph.reshape(p.k, &[rows, n_kv_heads, head_dim])?;
-        let v = self.graph.reshape(p.v, &[rows, n_kv_heads, head_dim])?;
+        let q = self.graph.view(p.q, 0, &[rows, n_kv, group, dim], &strides)?;
+        let kv = match p.kv {
+            Some([k, v]) => {
+                let heads = [rows, n_kv, dim];
+                Some([self.graph.reshape(k, &heads)?, self.graph.reshape(v, &heads)?])
+            }
+            None => None,
+        };
         let Cache { context, dtype, .. } = self.cache;
+        let DecoderConfig { ropes, heads, .. } = self.config;
+        let mut of_layers = ropes.iter().zip(heads).map(|(rope, heads)| (rope, heads.dim));
+        let alike = of_layers.position(|of| of == (&ropes[layer], dim)).unwrap_or(layer);
         let (frequencies, factor) =
-            rope_frequencies(&mut self.graph, &self.config.ropes, layer, [rotary_dim, head_dim], context)?;
+            rope_frequencies(&mut self.graph, &ropes[layer], alike, [rotary_dim, dim], context)?;
         // Of a sentence that is seen at once nobody wants a layer's keys and values later.
         let takes_whole = self.sentence.is_some_and(|sentence| sentence.takes_whole(self.config.is_bidirectional));
-        let cache_of = |graph: &mut KernelGraph| {
+        let cache = |graph: &mut KernelGraph| {
             let mut of = |which: &str| {
-                let name = format!("{prefix}.{which}_cache");
+                let name = format!("model.layers.{}.self_attn.{which}_cache", cache_of.unwrap_or(layer));
                 match takes_whole {
-                    true => graph.passing(&name, &[n_kv_heads, rows, head_dim], dtype),
-                    false => graph.state(&name, &[n_kv_heads, context, head_dim], dtype),
+                    true => graph.passing(&name, &[n_kv, rows, dim], dtype),
+                    false => graph.state(&name, &[n_kv, context, dim], dtype),
                 }
             };
             Ok([of("k")?, of("v")?])
         };
         let eps = rms_norm_eps as f32;
-        let rope = RopeArgs { q, k, v, norms, frequencies, turned_pairs: rotary_dim / 2, factor, eps };
+        let turned_pairs = rotary_dim / 2;
+        let rope = RopeArgs { q, kv, norms, norms_values, frequencies, turned_pairs, factor, eps };
         let scale = self.config.attention_scale as f32;
         let mask = match (self.config.is_bidirectional, self.config.windows[layer]) {
             (false, None) => Mask::Causal,
@@ -381,24 +410,24 @@ impl<'a> Decoder<'a> {
         let sinks = match self.config.has_sinks {
             true => {
                 let sinks = self.weight(&format!("model.layers.{layer}.{SINKS}"), &[n_heads])?;
-                Some(self.graph.reshape(sinks, &[n_kv_heads, group])?)
+                Some(self.graph.reshape(sinks, &[n_kv, group])?)
             }
             false => None,
         };
         let args = AttentionArgs { scale, mask, sinks };
         let attended = if self.graph.pass == Pass::Batch {
-            self.graph.attend_each(&prefix, rope, args, cache_of)?
+            self.graph.attend_each(&prefix, rope, args, cache)?
         } else {
-            let cache = cache_of(&mut self.graph)?;
+            let cache = cache(&mut self.graph)?;
             self.graph.rope(&format!("{prefix}.rope"), rope, cache)?;
             self.graph.attention(&format!("{prefix}.attention"), q, cache, args)?
         };
-        let shape = [rows, n_heads, head_dim];
+        let shape = [rows, n_heads, dim];
         let gates = match (self.config.gate, p.gate) {
             (None, _) => return Ok(attended),
             (Some(AttentionGate::Heads), Some(gate)) => self.graph.reshape(gate, &[rows, n_heads, 1])?,
             (Some(_), Some(gate)) => self.graph.reshape(gate, &shape)?,
-            (Some(_), None) => self.graph.view(p.q, head_dim, &shape, &[n_heads * taken, taken, 1])?,
+            (Some(_), None) => self.graph.view(p.q, dim, &shape, &[n_heads * taken, taken, 1])?,
         };
         let heads = self.graph.reshape(attended, &shape)?;
         Ok(self.graph.gated(&format!("{prefix}.gate"), heads, gates, Gate::Sigmoid, GateNorm::None)?)
@@ -541,18 +570,17 @@ impl<'a> Decoder<'a> {
         attended: TensorId,
         x: Option<TensorId>,
     ) -> Result<TensorId, BuildError> {
-        let DecoderConfig { hidden_size, n_heads, head_dim, output_bias, .. } = *self.config;
+        let DecoderConfig { hidden_size, n_heads, output_bias, .. } = *self.config;
+        let dim = self.config.heads[layer].dim;
         let name = format!("model.layers.{layer}.{}", DecoderNames::of(self.config.architecture).attention_output);
-        self.linear(&name, attended, [hidden_size, n_heads * head_dim], output_bias, x)
+        self.linear(&name, attended, [hidden_size, n_heads * dim], output_bias, x)
     }
 
     /// (x +) what the layer's MLP makes of h: the one there is, or of [several](Decoder::experts) those that each row
     /// goes to.
     pub fn mlp(&mut self, layer: usize, h: TensorId, x: Option<TensorId>) -> Result<TensorId, BuildError> {
-        let DecoderConfig { architecture, intermediate_size, .. } = *self.config;
-        let Some(experts) = self.config.experts_of(layer) else {
-            return self.dense_mlp(layer, &MlpNames::of(architecture), intermediate_size, h, x);
-        };
+        let architecture = self.config.architecture;
+        let Some(experts) = self.config.experts_of(layer) else { return self.usual_mlp(layer, h, x) };
         let x = match experts.shared {
             None => x,
             Some(SharedExpert { intermediate_size, is_weighed: false }) => {
@@ -562,7 +590,13 @@ impl<'a> Decoder<'a> {
                 Some(self.weighed_mlp(layer, intermediate_size, h, x)?)
             }
         };
-        self.experts(layer, experts, h, x)
+        self.experts(layer, experts, [h; 2], x)
+    }
+
+    /// (x +) what the usual MLP of layer `layer` makes of h.
+    pub(super) fn usual_mlp(&mut self, layer: usize, h: TensorId, x: Option<TensorId>) -> Result<TensorId, BuildError> {
+        let names = MlpNames::of(self.config.architecture);
+        self.dense_mlp(layer, &names, self.config.intermediate_of(layer), h, x)
     }
 
     /// (x +) (act(h . gate^T) * (h . up^T)) . down^T, the matrices called `names`.
@@ -614,14 +648,14 @@ impl<'a> Decoder<'a> {
         let opens = [intermediate_size, hidden_size];
         let (gate, up, down) =
             (stack(&gate, opens)?, stack(&up, opens)?, stack(&down, [hidden_size, intermediate_size])?);
-        let (counting, gating) = (Counting::of(Weighting::Sigmoid), Gating::of(self.activation() as u32));
+        let (counting, gating) = (Counting::of(Weighting::Sigmoid), Gating::of(self.activation().number()));
         let (correction, biases, chosen) = (None, None, 1);
         let args = ExpertArgs { logits, correction, gate, up, down, biases, residual, chosen, counting, gating };
         Ok(self.graph.experts(&of_layer(names.prefix()), h, args)?)
     }
 
     /// What stands between an MLP's products.
-    fn activation(&self) -> Activation {
+    pub(super) fn activation(&self) -> Activation {
         match self.config.hidden_act {
             ConfigActivation::Silu => Activation::Silu,
             ConfigActivation::Gelu => Activation::Gelu,
@@ -629,20 +663,20 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// (x +) what the experts make of h that its rows go to, by the router's logits.
-    fn experts(
+    /// (x +) what the experts make of h that its rows go to, by the router's logits of rows `routed`.
+    pub(super) fn experts(
         &mut self,
         layer: usize,
         experts: &Experts,
-        h: TensorId,
+        [routed, h]: [TensorId; 2],
         x: Option<TensorId>,
     ) -> Result<TensorId, BuildError> {
-        let Experts { n, chosen, intermediate_size, normalise, sigmoids, limited, .. } = *experts;
+        let Experts { n, chosen, intermediate_size, normalise, sigmoids, limited, stands_beside, .. } = *experts;
         let hidden_size = self.config.hidden_size;
         let names = ExpertNames::of(self.config.architecture);
         let prefix = format!("model.layers.{layer}");
         let router = format!("{prefix}.{}", names.router);
-        let logits = self.linear(&router, h, [n, hidden_size], limited.is_some(), None)?;
+        let logits = self.linear(&router, routed, [n, hidden_size], limited.is_some(), None)?;
         let mut stack = |part: usize, shape: [usize; 2]| -> Result<TensorId, BuildError> {
             let expected = self.weights.dtype(&names.matrix(part, &prefix, 0), &shape)?;
             for name in (1..n).map(|number| names.matrix(part, &prefix, number)) {
@@ -656,7 +690,11 @@ impl<'a> Decoder<'a> {
         let opens = [intermediate_size, hidden_size];
         let (gate, up, down) = (stack(0, opens)?, stack(1, opens)?, stack(2, [hidden_size, intermediate_size])?);
         let (counting, correction) = match sigmoids {
-            None => (Counting::of(if normalise { Weighting::Chosen } else { Weighting::All }), None),
+            None => {
+                let name = format!("{prefix}.{}", names.correction);
+                let scales = if stands_beside { Some(self.weight(&name, &[n])?) } else { None };
+                (Counting::of(if normalise { Weighting::Chosen } else { Weighting::All }), scales)
+            }
             Some(Sigmoids { are_corrected, factor, added }) => {
                 let weighting = if normalise { Weighting::Sigmoids } else { Weighting::Sigmoid };
                 let name = format!("{prefix}.{}", names.correction);
@@ -664,7 +702,7 @@ impl<'a> Decoder<'a> {
                 (Counting { weighting: weighting as u32, factor: factor as f32, added: added as f32 }, correction)
             }
         };
-        let (mut gating, mut biases) = (Gating::of(self.activation() as u32), None);
+        let (mut gating, mut biases) = (Gating::of(self.activation().number()), None);
         if let Some(LimitedGate { limit, alpha }) = limited {
             gating = Gating { limit: limit as f32, alpha: alpha as f32, ..Gating::default() };
             let [gates, ups, downs] = remade::BIASES.map(|name| format!("{prefix}.{name}"));
@@ -680,6 +718,24 @@ impl<'a> Decoder<'a> {
         Ok(self.graph.experts(&format!("{prefix}.experts"), h, args)?)
     }
 
+    /// From here on nothing is kept for later passes: it is for those alone whose rows' logits somebody wants.
+    pub(super) fn when_sampling(&mut self) {
+        if self.head != Head::AllLogits && self.sentence.is_none() {
+            self.graph.when_sampling();
+        }
+    }
+
+    /// The vectors of the pass's tokens in `table`, `[rows, columns]`, times `scale`, by an operator called
+    /// `op`.
+    pub(super) fn look_up(&mut self, op: &str, table: TensorId, scale: f32) -> Result<TensorId, BuildError> {
+        let context = self.cache.context;
+        if self.graph.pass == Pass::Batch {
+            return Ok(self.graph.embedding_of_each(op, table, scale, context)?);
+        }
+        let tokens = self.graph.tokens(context)?;
+        Ok(self.graph.embedding(op, tokens, EmbeddingArgs { scale, ..EmbeddingArgs::of(table) })?)
+    }
+
     /// The final norm, the head, and what the pass ends with. Output `logits`: `[1, vocab]` or `[rows, vocab]` f32; or
     /// `embedding`: `[1, dim]` f32.
     pub fn finish(mut self, x: TensorId) -> Result<KernelGraph, BuildError> {
@@ -689,16 +745,15 @@ impl<'a> Decoder<'a> {
             embedding::finish(&mut self.graph, &self.weights, sentence, h)?;
             return Ok(self.graph);
         }
-        if self.head != Head::AllLogits {
-            self.graph.when_sampling();
-        }
+        self.when_sampling();
         let x = if self.head == Head::Sample { self.graph.select_row("last_row", x)? } else { x };
         let h = self.norm(DecoderNames::of(self.config.architecture).last_norm, x)?;
         let head = match self.config.tie_word_embeddings {
             true => self.embedding_table()?,
             false => self.weight("lm_head.weight", &[self.config.vocab_size, self.config.hidden_size])?,
         };
-        let logits = self.graph.linear("lm_head", h, head, None, Activation::None, None)?;
+        let capped = self.config.logits_cap.map_or(Activation::None, |cap| Activation::Capped(cap as f32));
+        let logits = self.graph.linear("lm_head", h, head, None, capped, None)?;
         self.graph.output("logits", logits)?;
         match self.head {
             Head::Sample => {

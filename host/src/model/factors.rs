@@ -1,12 +1,13 @@
 //! The factors of norms of which a checkpoint has something else, as kernels multiply with them, in f32: where it has
 //! them less one, one more each, since bf16 has not the digits for it; before the head of a network that divides its
-//! logits, each divided by the number.
+//! logits, each divided by the number; and those of Gemma 4 that stand for a product with a number.
 
 use std::collections::HashMap;
 
 use perpetua_shared::DType;
 
 use super::config::ModelConfig;
+use super::layout::gemma4::NORM_OF_ROWS;
 use super::layout::{self, Role};
 use super::quantize::widen;
 use super::weights::Weights;
@@ -30,6 +31,8 @@ impl Factors {
             widen(view.dtype, view.bytes, &mut factors);
             factors.iter_mut().for_each(|factor| match spec.role {
                 Role::DividedNorm => *factor /= decoder.logits_divisor as f32,
+                Role::ScaledNorm if spec.name == NORM_OF_ROWS => *factor *= std::f32::consts::FRAC_1_SQRT_2,
+                Role::ScaledNorm => *factor *= (decoder.hidden_size as f32).sqrt().recip(),
                 _ => *factor += 1.0,
             });
             Some((spec.name, factors))

@@ -7,8 +7,8 @@ use std::collections::{HashMap, HashSet};
 use perpetua_shared::DType;
 
 use super::config::{
-    Architecture, AttentionGate, BertConfig, DecoderConfig, DeltaRule, Experts, Mixer, ModelConfig, ModernBertConfig,
-    Norms, QkNorm, SharedExpert, StateSpace,
+    Architecture, AttentionGate, BertConfig, DecoderConfig, DeltaRule, Experts, Heads, LayerInputs, Mixer, ModelConfig,
+    ModernBertConfig, Norms, QkNorm, SharedExpert, StateSpace,
 };
 use super::{fp8, remade};
 
@@ -31,6 +31,11 @@ pub enum Role {
     /// The factors of the norm before the head, of a network that divides its logits: it reads each divided by that
     /// number.
     DividedNorm,
+    /// The factors of a norm that the network reads each times a number of the configuration's: the router's, over the
+    /// root of a row's elements, and that of [layers' inputs](super::config::LayerInputs), over the root of 2.
+    ScaledNorm,
+    /// `[1]`, or a number an expert: what something is multiplied with.
+    Scale,
     /// `[experts, hidden]`: the matrix whose products say to which experts a row goes, or how much one counts; or how
     /// much of a state stays, and is corrected.
     Router,
@@ -51,7 +56,7 @@ pub enum Role {
 impl Role {
     /// Whether the network reads something else than the checkpoint has, made of it: see `factors`.
     pub(super) fn is_made(self) -> bool {
-        matches!(self, Role::NormLessOne | Role::DividedNorm)
+        matches!(self, Role::NormLessOne | Role::DividedNorm | Role::ScaledNorm)
     }
 }
 
@@ -129,7 +134,9 @@ impl DecoderNames {
                 last_norm: "model.embedding_norm",
                 ..usual
             },
-            Architecture::Gemma3 => DecoderNames { before: ["input_layernorm", "pre_feedforward_layernorm"], ..usual },
+            Architecture::Gemma3 | Architecture::Gemma4 | Architecture::Gemma4Unified => {
+                DecoderNames { before: ["input_layernorm", "pre_feedforward_layernorm"], ..usual }
+            }
             Architecture::Afmoe => DecoderNames {
                 before: ["input_layernorm", "pre_mlp_layernorm"],
                 after: ["post_attention_layernorm", "post_mlp_layernorm"],
@@ -147,13 +154,32 @@ pub(crate) const SINKS: &str = "self_attn.sinks";
 /// The matrix of attention's gate, in a layer, where it has one of its own.
 pub(crate) const GATE: &str = "self_attn.gate_proj";
 
-/// How many elements of a gate it makes, if there is one.
-pub(crate) fn gate_of(c: &DecoderConfig) -> Option<usize> {
+/// How many elements of a gate it makes in layer `layer`, if there is one.
+pub(crate) fn gate_of(c: &DecoderConfig, layer: usize) -> Option<usize> {
     match c.gate? {
         AttentionGate::BesideQueries => None,
-        AttentionGate::Elements => Some(c.n_heads * c.head_dim),
+        AttentionGate::Elements => Some(c.n_heads * c.heads[layer].dim),
         AttentionGate::Heads => Some(c.n_heads),
     }
+}
+
+/// What Gemma 4 has beside Gemma 3's tensors, in a layer; the norms of what experts take, and of what these and the MLP
+/// beside them make.
+pub(crate) mod gemma4 {
+    pub(crate) const LAYER_SCALE: &str = "layer_scalar";
+    pub(crate) const INPUT_GATE: &str = "per_layer_input_gate";
+    pub(crate) const INPUT_PROJECTION: &str = "per_layer_projection";
+    pub(crate) const INPUT_NORM: &str = "post_per_layer_input_norm";
+    pub(crate) const BEFORE_EXPERTS: &str = "pre_feedforward_layernorm_2";
+    pub(crate) const BEHIND_MLP: &str = "post_feedforward_layernorm_1";
+    pub(crate) const BEHIND_EXPERTS: &str = "post_feedforward_layernorm_2";
+    /// The factors of the router's norm.
+    pub(crate) const ROUTER_SCALE: &str = "router.scale";
+
+    // Of all layers.
+    pub(crate) const INPUTS: &str = "model.embed_tokens_per_layer.weight";
+    pub(crate) const INPUTS_OF_ROWS: &str = "model.per_layer_model_projection";
+    pub(crate) const NORM_OF_ROWS: &str = "model.per_layer_projection_norm.weight";
 }
 
 /// Where files have the matrices of all experts of a layer together: gates and ups, and downs.
@@ -165,7 +191,9 @@ pub(crate) const DELTA_NORM: &str = "linear_attn.norm";
 /// What the factors called `name` of a norm of `c` are; those of all layers are alike.
 pub(super) fn norm_role(c: &DecoderConfig, name: &str) -> Role {
     let is_last = || name.strip_suffix(".weight") == Some(DecoderNames::of(c.architecture).last_norm);
-    if c.logits_divisor != 1.0 && is_last() {
+    if name == gemma4::NORM_OF_ROWS || name.ends_with(gemma4::ROUTER_SCALE) {
+        Role::ScaledNorm
+    } else if c.logits_divisor != 1.0 && is_last() {
         Role::DividedNorm
     } else if c.architecture.has_norms_less_one() && !name.contains(DELTA_NORM) {
         Role::NormLessOne
@@ -198,11 +226,13 @@ pub fn is_spare(config: &ModelConfig, name: &str) -> bool {
         // configuration.
         ModelConfig::Decoder(config) => {
             // What sees or hears, in a model of which the half that reads is taken, and what that can do without.
-            const OTHER_HALVES: [&str; 8] = [
+            const OTHER_HALVES: [&str; 10] = [
                 "vision_tower.",
                 "vision_model.",
                 "visual.",
                 "audio_tower.",
+                "embed_vision.",
+                "embed_audio.",
                 "multi_modal_projector.",
                 "connector.",
                 "image_newline",
@@ -215,6 +245,7 @@ pub fn is_spare(config: &ModelConfig, name: &str) -> bool {
                 || name.ends_with(".rotary_emb.inv_freq")
                 || fp8::SCALES_OF_ACTIVATIONS.iter().any(|scale| name.ends_with(scale))
                 || is_beyond_layers(config, part)
+                || is_of_shared(config, part)
                 || OTHER_HALVES.iter().any(|other| part.starts_with(other))
         }
         // Positions counted from 0, and what stands on top of the encoder.
@@ -234,6 +265,17 @@ pub fn is_spare(config: &ModelConfig, name: &str) -> bool {
 fn is_beyond_layers(config: &DecoderConfig, name: &str) -> bool {
     let layer = name.strip_prefix("layers.").and_then(|name| name.split('.').next()?.parse::<usize>().ok());
     config.architecture == Architecture::Glm4Moe && layer.is_some_and(|layer| layer >= config.n_layers)
+}
+
+/// Whether `name` is of the keys and values of a layer that has none of its own.
+fn is_of_shared(config: &DecoderConfig, name: &str) -> bool {
+    let of_layer = || {
+        let (layer, part) = name.strip_prefix("layers.")?.split_once(".self_attn.")?;
+        Some((config.heads.get(layer.parse::<usize>().ok()?)?, part))
+    };
+    of_layer().is_some_and(|(heads, part)| {
+        heads.cache_of.is_some() && ["k_proj.", "v_proj.", "k_norm.", "v_norm."].iter().any(|of| part.starts_with(of))
+    })
 }
 
 /// What the matrices of an MLP are called, in a layer.
@@ -313,7 +355,7 @@ impl MlpNames {
 pub(crate) struct ExpertNames {
     /// The matrix of the logits.
     pub(crate) router: &'static str,
-    /// What is added to their sigmoids, where experts are chosen by these.
+    /// What is added to their sigmoids, where experts are chosen by these; or what they are multiplied with.
     pub(crate) correction: &'static str,
     /// The experts, of which each has its number after this.
     experts: &'static str,
@@ -400,6 +442,9 @@ impl ExpertNames {
             Architecture::GptOss => ("mlp.router", "mlp.experts", usual, None),
             Architecture::Afmoe => ("mlp.router.gate", "mlp.experts", usual, None),
             Architecture::Qwen35Moe => ("mlp.gate", "mlp.experts", usual, Some(EXPERT_STACKS)),
+            Architecture::Gemma4 => {
+                ("router.proj", "experts", usual, Some(["experts.gate_up_proj", "experts.down_proj"]))
+            }
             _ => ("mlp.gate", "mlp.experts", usual, None),
         };
         let correction = match architecture {
@@ -407,6 +452,7 @@ impl ExpertNames {
             Architecture::MiniMaxM2 => "block_sparse_moe.e_score_correction_bias",
             Architecture::ExaoneMoe => "mlp.e_score_correction_bias",
             Architecture::Afmoe => "mlp.expert_bias",
+            Architecture::Gemma4 => "router.per_expert_scale",
             _ => "mlp.gate.e_score_correction_bias",
         };
         let may_be_apart = architecture == Architecture::Qwen35Moe;
@@ -420,7 +466,6 @@ impl ExpertNames {
 }
 
 fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
-    let (q_dim, kv_dim) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
     let mut list = Vec::new();
     let mut add = |name: String, shape: Vec<usize>, role| list.push(TensorSpec::new(name, shape, role));
 
@@ -428,8 +473,15 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
     let names = DecoderNames::of(c.architecture);
     let embedding = if c.tie_word_embeddings { Role::Head } else { Role::Embedding };
     add("model.embed_tokens.weight".into(), vec![c.vocab_size, c.hidden_size], embedding);
+    if let Some(LayerInputs { vocab_size, dim }) = c.layer_inputs {
+        add(gemma4::INPUTS.into(), vec![vocab_size, c.n_layers * dim], Role::Embedding);
+        add(format!("{}.weight", gemma4::INPUTS_OF_ROWS), vec![c.n_layers * dim, c.hidden_size], Role::Linear);
+        add(gemma4::NORM_OF_ROWS.into(), vec![dim], Role::ScaledNorm);
+    }
     for i in 0..c.n_layers {
         let layer = format!("model.layers.{i}");
+        let Heads { n_kv, dim, values_are_keys, cache_of, .. } = c.heads[i];
+        let (q_dim, kv_dim) = (c.n_heads * dim, n_kv * dim);
         if c.architecture.norms() != Norms::After {
             add(format!("{layer}.{}.weight", names.before[0]), vec![c.hidden_size], norm);
         }
@@ -441,14 +493,24 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
             (None, true) => &[("self_attn.qkv_proj", q_out + 2 * kv_dim)],
             (None, false) => &[("self_attn.q_proj", q_out), ("self_attn.k_proj", kv_dim), ("self_attn.v_proj", kv_dim)],
         };
-        let projections = projections.iter().map(|(name, out)| (*name, *out, c.hidden_size, c.attention_bias));
+        // Some layers have no keys of their own, some no matrix of values.
+        let n_own = match (cache_of, values_are_keys) {
+            (Some(_), _) => 1,
+            (None, true) => 2,
+            (None, false) => 3,
+        };
+        let projections =
+            projections.iter().take(n_own).map(|(name, out)| (*name, *out, c.hidden_size, c.attention_bias));
         let output = (names.attention_output, c.hidden_size, q_dim, c.output_bias);
         let output = mixer.is_none().then_some(output);
         for (part, shape, role) in mixer.map_or(Vec::new(), |mixer| mixer_tensors(mixer, c.hidden_size)) {
             add(format!("{layer}.{part}"), shape, role);
         }
         let mlp = match experts {
-            None => MlpNames::of(c.architecture).matrices(c.hidden_size, c.intermediate_size),
+            None => MlpNames::of(c.architecture).matrices(c.hidden_size, c.intermediate_of(i)),
+            Some(Experts { stands_beside: true, .. }) => {
+                MlpNames::of(c.architecture).matrices(c.hidden_size, c.intermediate_of(i))
+            }
             Some(Experts { shared: Some(shared), .. }) => {
                 MlpNames::shared(c.architecture).matrices(c.hidden_size, shared.intermediate_size)
             }
@@ -461,13 +523,14 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
                 add(format!("{layer}.{part}.bias"), vec![out], Role::Bias);
             }
         }
-        if let (Some(gate), None) = (gate_of(c), mixer) {
+        if let (Some(gate), None) = (gate_of(c, i), mixer) {
             add(format!("{layer}.{GATE}.weight"), vec![gate, c.hidden_size], Role::Linear);
         }
         if c.has_sinks {
             add(format!("{layer}.{SINKS}"), vec![c.n_heads], Role::Bias);
         }
-        if let Some(Experts { n, intermediate_size, shared, limited, is_mxfp4, sigmoids, .. }) = experts {
+        if let Some(Experts { n, intermediate_size, shared, limited, is_mxfp4, sigmoids, stands_beside, .. }) = experts
+        {
             let names = ExpertNames::of(c.architecture);
             add(format!("{layer}.{}.weight", names.router), vec![*n, c.hidden_size], Role::Router);
             if limited.is_some() {
@@ -480,6 +543,13 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
             }
             if sigmoids.is_some_and(|sigmoids| sigmoids.are_corrected) {
                 add(format!("{layer}.{}", names.correction), vec![*n], Role::Correction);
+            }
+            if *stands_beside {
+                add(format!("{layer}.{}", gemma4::ROUTER_SCALE), vec![c.hidden_size], Role::ScaledNorm);
+                add(format!("{layer}.{}", names.correction), vec![*n], Role::Scale);
+                for which in [gemma4::BEFORE_EXPERTS, gemma4::BEHIND_MLP, gemma4::BEHIND_EXPERTS] {
+                    add(format!("{layer}.{which}.weight"), vec![c.hidden_size], norm);
+                }
             }
             if shared.is_some_and(|SharedExpert { is_weighed, .. }| is_weighed) {
                 add(format!("{layer}.{}.weight", MlpNames::WEIGHED_BY), vec![1, c.hidden_size], Role::Router);
@@ -494,11 +564,12 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
         }
         let normed = match c.qk_norm {
             QkNorm::None => None,
-            QkNorm::Heads => Some([c.head_dim; 2]),
+            QkNorm::Heads => Some([dim; 2]),
             QkNorm::Rows => Some([q_dim, kv_dim]),
         };
         let normed = normed.filter(|_| mixer.is_none());
-        for (which, n) in names.qk_norms.into_iter().zip(normed.into_iter().flatten()) {
+        let n_normed = if cache_of.is_some() { 1 } else { 2 };
+        for (which, n) in names.qk_norms.into_iter().zip(normed.into_iter().flatten()).take(n_normed) {
             add(format!("{layer}.{which}.weight"), vec![n], norm);
         }
         let more: &[&str] = match c.architecture.norms() {
@@ -508,6 +579,14 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
         };
         for which in more {
             add(format!("{layer}.{which}.weight"), vec![c.hidden_size], norm);
+        }
+        if let Some(LayerInputs { dim, .. }) = c.layer_inputs {
+            add(format!("{layer}.{}.weight", gemma4::INPUT_GATE), vec![dim, c.hidden_size], Role::Linear);
+            add(format!("{layer}.{}.weight", gemma4::INPUT_PROJECTION), vec![c.hidden_size, dim], Role::Linear);
+            add(format!("{layer}.{}.weight", gemma4::INPUT_NORM), vec![c.hidden_size], norm);
+        }
+        if c.scales_layers {
+            add(format!("{layer}.{}", gemma4::LAYER_SCALE), vec![1], Role::Scale);
         }
     }
     let last_norm = format!("{}.weight", names.last_norm);

@@ -26,6 +26,7 @@ pub mod chat;
 pub mod config;
 pub mod decoder;
 pub mod gemma3;
+pub mod gemma4;
 pub mod generation;
 pub mod layout;
 pub mod llama;
@@ -439,6 +440,8 @@ mod tests {
             "tiny-lfm2-moe",
             "tiny-lfm3",
             "tiny-trinity",
+            "tiny-gemma4",
+            "tiny-gemma4-moe",
         ] {
             let folder = ModelFolder::open(fixture(name)).expect(name);
             assert_eq!(folder.generation().eos_token_ids, [2]);

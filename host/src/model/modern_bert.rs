@@ -115,10 +115,21 @@ impl Encoder<'_> {
         let q = self.graph.reshape(q, &[rows, n_heads, 1, head_dim])?;
         let k = self.graph.reshape(k, &[rows, n_heads, head_dim])?;
         let v = self.graph.reshape(v, &[rows, n_heads, head_dim])?;
+        let ropes = &self.config.ropes;
+        let alike = ropes.iter().position(|rope| *rope == ropes[layer]).unwrap_or(layer);
         let (frequencies, factor) =
-            rope_frequencies(&mut self.graph, &self.config.ropes, layer, [head_dim; 2], self.context)?;
+            rope_frequencies(&mut self.graph, &ropes[layer], alike, [head_dim; 2], self.context)?;
         let eps = norm_eps as f32;
-        let args = RopeArgs { q, k, v, norms: None, frequencies, turned_pairs: head_dim / 2, factor, eps };
+        let args = RopeArgs {
+            q,
+            kv: Some([k, v]),
+            norms: [None; 2],
+            norms_values: false,
+            frequencies,
+            turned_pairs: head_dim / 2,
+            factor,
+            eps,
+        };
         let mut made =
             |which: &str| self.graph.passing(&format!("{name}.{which}"), &[n_heads, rows, head_dim], self.dtype);
         let cache = [made("keys")?, made("values")?];

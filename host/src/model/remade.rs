@@ -17,7 +17,7 @@ use perpetua_shared::dtype::{Q4, Q4_BLOCK, q4_at};
 use safetensors::tensor::Dtype as FileDtype;
 
 use super::aligned::AlignedBytes;
-use super::config::{Architecture, DecoderConfig, DeltaRule, Mixer, ModelConfig, QkNorm};
+use super::config::{Architecture, DecoderConfig, DeltaRule, Heads, Mixer, ModelConfig, QkNorm};
 use super::error::ModelError;
 use super::fp8;
 use super::layout::{EXPERT_STACKS, ExpertNames, Role, TensorSpec};
@@ -118,9 +118,10 @@ fn reordered(c: &DecoderConfig) -> Vec<(Remade, TensorSpec)> {
                     c.qk_norm == QkNorm::None && c.gate.is_none(),
                     "norms' factors and gates stand in files' order"
                 );
-                for (part, heads) in [("q", c.n_heads), ("k", c.n_kv_heads)] {
-                    let runs = || halves(heads, c.head_dim, c.rotary_dim);
-                    let (name, n) = (format!("self_attn.{part}_proj"), heads * c.head_dim);
+                let Heads { n_kv, dim, rotary_dim, .. } = c.heads[layer];
+                for (part, heads) in [("q", c.n_heads), ("k", n_kv)] {
+                    let runs = || halves(heads, dim, rotary_dim);
+                    let (name, n) = (format!("self_attn.{part}_proj"), heads * dim);
                     let (weight, bias) = (format!("{name}.weight"), format!("{name}.bias"));
                     add(&weight, &weight, Role::Linear, [n, c.hidden_size], runs());
                     if c.attention_bias {

@@ -90,6 +90,11 @@ pub(crate) unsafe fn activate<S: Simd>(activation: Activation, x: S::F) -> S::F 
                 let u = S::fma(S::splat(0.044_715), cube, x);
                 gated::<S>(x, S::mul(S::splat(2.0 * 0.797_884_6), u))
             }
+            Activation::Capped(cap) => {
+                // tanh u = 2 sigmoid(2u) - 1: absolutely, as exact as the cap.
+                let u = S::mul(x, S::splat(2.0 / cap));
+                S::sub(gated::<S>(S::splat(2.0 * cap), u), S::splat(cap))
+            }
         }
     }
 }

@@ -328,7 +328,7 @@ impl<'a> Outputs<'a> {
             let y = call.tensor(of.slot(slot::Y, gated_linear::slot::Y));
             let activation = params::<linear::Params>(&call.params()).activation;
             let has_biases = bias.is_present() | (of.two & other.is_present());
-            let is_usual = activation == if of.two { Activation::Silu as u32 } else { Activation::None as u32 };
+            let is_usual = activation == if of.two { Activation::Silu.number() } else { Activation::None.number() };
             Outputs {
                 call,
                 of,

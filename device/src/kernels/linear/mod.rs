@@ -23,26 +23,41 @@ mod gpu;
 pub struct Linear;
 
 /// What is applied to each output before the residual is added.
-#[repr(u32)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Activation {
     /// Nothing.
-    None = 0,
+    None,
     /// x * Phi(x), with the error function (BERT's `gelu`).
-    Gelu = 1,
+    Gelu,
     /// x * sigmoid(x).
-    Silu = 2,
+    Silu,
     /// max(x, 0).
-    Relu = 3,
+    Relu,
     /// The tanh approximation of gelu (`gelu_new`, `gelu_pytorch_tanh`).
-    GeluTanh = 4,
+    GeluTanh,
+    /// c * tanh(x / c): no further from 0 than the cap c, a normal number above 0.
+    Capped(f32),
 }
 
 impl Activation {
+    /// Its number, in parameters: of a cap its bits, which no other is as large as.
+    pub const fn number(self) -> u32 {
+        match self {
+            Activation::None => 0,
+            Activation::Gelu => 1,
+            Activation::Silu => 2,
+            Activation::Relu => 3,
+            Activation::GeluTanh => 4,
+            Activation::Capped(cap) => cap.to_bits(),
+        }
+    }
+
     /// The activation numbered `number`.
     pub fn from_u32(number: u32) -> Option<Activation> {
         use Activation::*;
-        [None, Gelu, Silu, Relu, GeluTanh].into_iter().find(|a| *a as u32 == number)
+        let cap = f32::from_bits(number);
+        let capped = (cap.is_normal() && cap > 0.0).then_some(Capped(cap));
+        [None, Gelu, Silu, Relu, GeluTanh].into_iter().find(|a| a.number() == number).or(capped)
     }
 
     /// The function itself.
@@ -57,6 +72,7 @@ impl Activation {
                 let inner = (2.0 / std::f32::consts::PI).sqrt() * (x + 0.044_715 * x * x * x);
                 0.5 * x * (1.0 + inner.tanh())
             }
+            Activation::Capped(cap) => cap * (x / cap).tanh(),
         }
     }
 }

@@ -32,13 +32,15 @@ pub(super) unsafe fn is_for(p: &Params, call: &Call<'_>, block: &Block) -> bool 
         let (is_whole, has_room) = (d.is_multiple_of(16) & p.turned_pairs.is_multiple_of(4), 3 * d <= WORDS);
         let fits = (d <= 2 * block.threads) & (d <= 16 * WARP);
         let [k, v, k_cache, v_cache] = [slot::K, slot::V, slot::K_CACHE, slot::V_CACHE].map(|slot| call.tensor(slot));
+        let appends = k.is_present();
         is_whole
             && has_room & fits & (q.stride(1) == group * q.stride(2))
             && are_fours(&q, F32, [0, 2])
-            && are_fours(&k, F32, [0, 1])
-            && are_fours(&v, F32, [0, 1])
-            && are_fours(&k_cache, BF16, [0, 1])
-            && are_fours(&v_cache, BF16, [0, 1])
+            && (!appends
+                || are_fours(&k, F32, [0, 1])
+                    && are_fours(&v, F32, [0, 1])
+                    && are_fours(&k_cache, BF16, [0, 1])
+                    && are_fours(&v_cache, BF16, [0, 1]))
     }
 }
 
@@ -124,7 +126,7 @@ unsafe fn turn_rows(p: &Params, call: &Call<'_>, block: &Block, [first, count]: 
         let pairs = [own, own + half / 2];
         let [[a, b], [c, e]] = pairs.map(|i| pair(i, p.turned_pairs, half));
         let (elements, places) = ([a, b, c, e], [own, own + half, own + half / 2, own + half / 2 + half]);
-        let of_row = queries + 2 * heads;
+        let of_row = queries + if call.tensor(slot::K).is_present() { 2 * heads } else { 0 };
         let units = count * of_row;
         // Where row `i` of head `j`, of elements of `bytes`, begins, by the strides of two dimensions.
         let start = |operand: usize, bytes: u32, [i, j]: [u32; 2], dims: [usize; 2]| {
@@ -164,7 +166,8 @@ unsafe fn turn_rows(p: &Params, call: &Call<'_>, block: &Block, [first, count]: 
         table(p, call, Block { thread, ..*block }, [norms, angles], [pos, count]);
         block.sync();
 
-        let are_normed = [slot::Q_NORM, slot::K_NORM].map(|norm| call.tensor(norm).is_present());
+        let of_weights = [slot::Q_NORM, slot::K_NORM].map(|norm| call.tensor(norm).is_present());
+        let are_normed = [of_weights[0], of_weights[1], p.norms_values != 0];
         let share = reciprocal(d);
         // Whole warps.
         while unit - ((thread % WARP) >> shift) < units {
@@ -178,18 +181,23 @@ unsafe fn turn_rows(p: &Params, call: &Call<'_>, block: &Block, [first, count]: 
             let is_key = of.kind == Kind::Key;
             let mut x = x.map(|four| four.map(f32::from_bits));
             let mut scale = 1.0;
-            if are_normed[0] | are_normed[1] {
+            if are_normed[0] | are_normed[1] | are_normed[2] {
                 let squares = x.map(|[a, b, c, d]| scalar::fma(a, a, b * b) + scalar::fma(c, c, d * d));
                 let (mut sum, mut mask) = ((squares[0] + squares[1]) + (squares[2] + squares[3]), 1);
                 while mask >> shift == 0 {
                     sum += f32::from_bits(warp::shuffle_xor(sum.to_bits(), mask));
                     mask *= 2;
                 }
-                if are_normed[usize::from(is_key)] {
+                let is_normed = (of.kind == Kind::Query) & are_normed[0]
+                    | is_key & are_normed[1]
+                    | (of.kind == Kind::Value) & are_normed[2];
+                if is_normed {
                     scale = rsqrt(sum * share + p.eps);
                 }
             }
-            if of.kind != Kind::Value {
+            if of.kind == Kind::Value {
+                x = x.map(|four| four.map(|x| x * scale));
+            } else {
                 let (norm, angle) = (norms + if is_key { d } else { 0 }, angles + of.row * d);
                 for n in 0..2 {
                     let (low, high) = (four(norm + elements[2 * n]), four(norm + elements[2 * n + 1]));

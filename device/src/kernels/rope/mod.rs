@@ -2,7 +2,8 @@
 //! and the append of k and v to the cache at the rows' positions.
 //!
 //! q: [rows, kv_heads, group, d], rotated in place; k, v: [rows, kv_heads, d]; q_norm, k_norm: [d], optional;
-//! frequencies: [d/2] f32; k_cache, v_cache: [kv_heads, context, d]. Row r stands at position p = first_pos + r and
+//! frequencies: [d/2] f32; k_cache, v_cache: [kv_heads, context, d]. Without k and v, and caches, there is nothing to
+//! append: another's is attended to. Where `norms_values`, values are normalised, too, without weights. Row r stands at position p = first_pos + r and
 //! turns pair i by the angle p * frequencies[i], in f32. Pairs are (x[i], x[i + d/2]). Where only the first 2 * t
 //! elements of a head are turned (`turned_pairs` is t), the first t are (x[i], x[i + t]); the others, of frequency 0,
 //! are (x[i + t], x[i + d/2]), what is left. Pair i always comes to elements i and i + d/2: so queries and keys are in
@@ -37,6 +38,8 @@ pub struct Params {
     pub turned_pairs: u32,
     /// Multiplies what is turned; 1 as a rule.
     pub factor: f32,
+    /// 1: values have a norm, without weights.
+    pub norms_values: u32,
 }
 
 impl Params {
@@ -58,6 +61,9 @@ fn pair(i: u32, turned: u32, half: u32) -> [u32; 2] {
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) fn check(turned_pairs: u32, io: &[Operand]) -> Result<(), Violation> {
     let [q, k, v, q_norm, k_norm, frequencies, k_cache, v_cache, ..] = io else { unreachable!("slots were counted") };
+    if k.is_present() != v.is_present() || k_norm.is_present() && !k.is_present() {
+        return Err("`k`, `v` and `k_norm`: expected no norm without keys, and these with values".to_owned());
+    }
     let d = q.extent[3];
     if d % 2 != 0 {
         return Err(format!("head dimension {d} is odd, expected an even one"));
@@ -104,14 +110,30 @@ pub(super) fn check(turned_pairs: u32, io: &[Operand]) -> Result<(), Violation> 
     rules::extent("frequencies", frequencies, 0, d / 2)
 }
 
+/// What a norm multiplies `head` with.
+#[cfg(not(target_arch = "nvptx64"))]
+fn scale_of(head: &[f32], eps: f32) -> f32 {
+    let squares: f32 = head.iter().map(|x| x * x).sum();
+    1.0 / (squares / head.len() as f32 + eps).sqrt()
+}
+
+/// The value `head` as it is appended.
+#[cfg(not(target_arch = "nvptx64"))]
+pub(super) fn value(p: &Params, mut head: Vec<f32>) -> Vec<f32> {
+    if p.norms_values != 0 {
+        let scale = scale_of(&head, p.eps);
+        head.iter_mut().for_each(|x| *x *= scale);
+    }
+    head
+}
+
 /// `head`, normalised where there are weights and turned as position `pos` wants it.
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) fn turned(p: &Params, head: &[f32], norm: &io::Tensor, frequencies: &io::Tensor, pos: usize) -> Vec<f32> {
     let (d, eps) = (head.len(), p.eps);
     let mut scale = 1.0;
     if norm.is_present() {
-        let squares: f32 = head.iter().map(|x| x * x).sum();
-        scale = 1.0 / (squares / d as f32 + eps).sqrt();
+        scale = scale_of(head, eps);
     }
     let x = |i: usize| head[i] * scale * if norm.is_present() { norm.get([i]) } else { 1.0 };
     let mut turned = vec![0.0; d];
@@ -275,18 +297,42 @@ impl Turn {
     }
 }
 
-/// Appends the value `v` of row `r` and head `h` to `v_cache`: a lane's share.
+/// Appends the value `v` of row `r` and head `h` to `v_cache`, normalised if `eps` is there: a lane's share.
 ///
 /// # Safety
-/// The operands are [`Rope`]'s, the value is there, and the cache has position `pos`, which nobody else touches.
-pub(super) unsafe fn append_value(call: &gpu::Call<'_>, r: u32, h: u32, pos: u32, d: u32, lane: u32) {
+/// Every lane of the warp makes this same call. The operands are [`Rope`]'s, the value is there, and the cache has
+/// position `pos`, which nobody else touches.
+pub(super) unsafe fn append_value(
+    call: &gpu::Call<'_>,
+    [r, h, pos]: [u32; 3],
+    d: u32,
+    lane: u32,
+    (is_normed, eps): (bool, f32),
+) {
     // SAFETY: the caller's promises.
     unsafe {
         let (v, cached) = (call.tensor(slot::V).row([r, h]), call.tensor(slot::V_CACHE).row([h, pos]));
+        let four = |first: u32| {
+            let at = |n: u32| if first + n < d { first + n } else { d - 1 };
+            call.gather(slot::V, &v, [at(0), at(1), at(2), at(3)])
+        };
+        let mut scale = 1.0;
+        if is_normed {
+            cold_path();
+            let (mut squares, mut first) = (0.0, 4 * lane);
+            while first < d {
+                let [a, b, c, e] = four(first);
+                let has = |n: u32, x: f32| if first + n < d { x } else { 0.0 };
+                let [b, c, e] = [has(1, b), has(2, c), has(3, e)];
+                squares = fma(a, a, fma(b, b, fma(c, c, fma(e, e, squares))));
+                first += 4 * WARP;
+            }
+            scale = rsqrt(warp::sum(squares) * reciprocal(d) + eps);
+        }
         let mut first = 4 * lane;
         while first < d {
-            let at = |n: u32| if first + n < d { first + n } else { d - 1 };
-            cached.set_four_below(first, d, call.gather(slot::V, &v, [at(0), at(1), at(2), at(3)]));
+            let [a, b, c, e] = four(first);
+            cached.set_four_below(first, d, [a * scale, b * scale, c * scale, e * scale]);
             first += 4 * WARP;
         }
     }
@@ -313,8 +359,9 @@ unsafe fn turn_all(p: &Params, call: &gpu::Call<'_>, block: &Block) {
             }
             let (r, h, half) = (item / heads, item % heads, d / 2);
             let pos = call.first_pos() + call.row_first() + r;
+            let appends = call.tensor(slot::K).is_present();
             let mut g = 0;
-            while g <= group {
+            while g < group + u32::from(appends) {
                 let is_key = g == group;
                 let from = if is_key { call.tensor(slot::K).row([r, h]) } else { q.row([r, h, g]) };
                 let to = if is_key { call.tensor(slot::K_CACHE).row([h, pos]) } else { from };
@@ -344,7 +391,9 @@ unsafe fn turn_all(p: &Params, call: &gpu::Call<'_>, block: &Block) {
                 );
                 g += 1;
             }
-            append_value(call, r, h, pos, d, block.lane());
+            if appends {
+                append_value(call, [r, h, pos], d, block.lane(), (p.norms_values != 0, p.eps));
+            }
             item += block.warps();
         }
     }
@@ -352,13 +401,13 @@ unsafe fn turn_all(p: &Params, call: &gpu::Call<'_>, block: &Block) {
 
 slots! {
     Q: update "q",
-    K: read "k",
-    V: read "v",
+    K: optional "k",
+    V: optional "v",
     Q_NORM: optional "q_norm",
     K_NORM: optional "k_norm",
     FREQUENCIES: read "frequencies",
-    K_CACHE: append "k_cache",
-    V_CACHE: append "v_cache",
+    K_CACHE: optional_append "k_cache",
+    V_CACHE: optional_append "v_cache",
 }
 
 impl MacroKernel for Rope {
@@ -368,6 +417,10 @@ impl MacroKernel for Rope {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
+        let [_, k, _, _, _, _, k_cache, v_cache] = io else { unreachable!("slots were counted") };
+        if [k_cache, v_cache].map(Operand::is_present) != [k.is_present(); 2] {
+            return Err("`k_cache` and `v_cache`: expected both where there are keys and values, else none".to_owned());
+        }
         check(p.turned_pairs, io)
     }
 
@@ -395,9 +448,13 @@ impl MacroKernel for Rope {
                     let turned = turn((0..d).map(|i| q.get([r, h, g, i])).collect(), &q_norm, pos);
                     turned.iter().enumerate().for_each(|(i, x)| q.set([r, h, g, i], *x));
                 }
+                if !k.is_present() {
+                    continue;
+                }
                 let turned = turn((0..d).map(|i| k.get([r, h, i])).collect(), &k_norm, pos);
                 turned.iter().enumerate().for_each(|(i, x)| k_cache.set([h, pos, i], *x));
-                (0..d).for_each(|i| v_cache.set([h, pos, i], v.get([r, h, i])));
+                let value = value(p, (0..d).map(|i| v.get([r, h, i])).collect());
+                value.iter().enumerate().for_each(|(i, x)| v_cache.set([h, pos, i], *x));
             }
         }
         Ok(())

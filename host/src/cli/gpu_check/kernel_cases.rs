@@ -258,7 +258,7 @@ fn others(model: &Model, rows: usize) -> Result<KernelGraph, EngineError> {
         let (gate, up, down) = (stack("gate", [n, k])?, stack("up", [n, k])?, stack("down", [k, n])?);
         let mut bias = |n: usize| graph.view(table, 0, &[experts, n], &[n, 1]);
         let biases = if dtype.is_float() { Some([bias(n)?, bias(n)?, bias(k)?]) } else { None };
-        let gating = Gating { activation: Activation::None as u32, limit: 1.0, alpha: 1.702 };
+        let gating = Gating { activation: Activation::None.number(), limit: 1.0, alpha: 1.702 };
         let (chosen, residual) = (2.min(experts), Some(x));
         let correction = if dtype.is_float() { Some(graph.view(table, 0, &[experts], &[1])?) } else { None };
         let counting = Counting { factor: 2.5, ..Counting::of(Weighting::Sigmoids) };

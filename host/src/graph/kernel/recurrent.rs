@@ -104,7 +104,7 @@ impl KernelGraph {
             (Y, Some(y)),
         ];
         let columns = Cut::columns(n, &[(X, 1), (W, 0), (BIAS, 0), (GATE, 1), (SCALE, 1), (STATE, 1), (Y, 1)]);
-        let params = causal_conv::Params { activation: activation as u32 };
+        let params = causal_conv::Params { activation: activation.number() };
         self.add::<CausalConv>(name, &params, &operands, &[columns])
     }
 

@@ -257,13 +257,11 @@ fn attend(ops: &mut Ops<'_>, at: usize) {
     else {
         return;
     };
-    let [Some(q), Some(k), Some(v), q_norm, k_norm, Some(frequencies), Some(k_cache), Some(v_cache)] = rope.slots[..]
-    else {
-        return;
-    };
-    // The next operator that has to do with the query or the caches.
+    let [Some(q), k, v, q_norm, k_norm, Some(frequencies), k_cache, v_cache] = rope.slots[..] else { return };
+    // The next operator that has to do with the query or the caches that are appended to.
     let n_ops = ops.all.len();
-    let next = [q, k_cache, v_cache].into_iter().filter_map(|t| ops.touching(t, at + 1..n_ops).next());
+    let touched = [Some(q), k_cache, v_cache].into_iter().flatten();
+    let next = touched.filter_map(|t| ops.touching(t, at + 1..n_ops).next());
     let Some((number, op)) = next.min_by_key(|(number, _)| *number) else { return };
     let (&[Some(query), Some(keys), Some(values), Some(y), sinks], Attention::TASK_TYPE) =
         (&op.slots[..], op.kernel.task_type)
@@ -272,7 +270,9 @@ fn attend(ops: &mut Ops<'_>, at: usize) {
     };
     let params: attention::Params = kernels::params(&op.kernel.params);
     let [rows, heads, group, d] = graph.table[q].shape[..] else { return };
-    let fits = (query, keys, values) == (q, k_cache, v_cache)
+    let kept: Vec<TensorId> = [k, v].into_iter().flatten().collect();
+    let fits = query == q
+        && (k_cache.is_none() || (Some(keys), Some(values)) == (k_cache, v_cache))
         && op.cut.is_none()
         && op.kernel.flags == rope.kernel.flags
         && params.ahead == 0
@@ -280,16 +280,16 @@ fn attend(ops: &mut Ops<'_>, at: usize) {
         && rows == 1
         && group * d <= decode_attention::MAX_QUERY as usize
         && !is_output(graph, &graph.table, q)
-        && !ops.is_overwritten(at + 1..number, &[k, v]);
+        && !ops.is_overwritten(at + 1..number, &kept);
     // Nobody else may want the query turned.
     if !fits || ops.touching(q, number + 1..n_ops).next().is_some() {
         return;
     }
-    let rope::Params { eps, turned_pairs, factor } = kernels::params(&rope.kernel.params);
+    let rope::Params { eps, turned_pairs, factor, norms_values } = kernels::params(&rope.kernel.params);
     let attention::Params { scale, window, .. } = params;
-    let params = decode_attention::Params { eps, scale, splits: 1, window, turned_pairs, factor };
-    let inputs = [Some(q), Some(k), Some(v), q_norm, k_norm, Some(frequencies)];
-    let slots = [&inputs[..], &[Some(k_cache), Some(v_cache), Some(y), sinks]].concat();
+    let params = decode_attention::Params { eps, scale, splits: 1, window, turned_pairs, factor, norms_values };
+    let inputs = [Some(q), k, v, q_norm, k_norm, Some(frequencies)];
+    let slots = [&inputs[..], &[Some(keys), Some(values), Some(y), sinks]].concat();
     let dims = vec![Some(1), Some(1), Some(1), None, None, None, Some(0), Some(0), Some(1), Some(0)];
     let one = Operator {
         name: op.name.clone(),

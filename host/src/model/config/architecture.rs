@@ -30,6 +30,14 @@ pub enum Architecture {
     /// `Gemma3ForCausalLM`, and the text half of `Gemma3ForConditionalGeneration`: norms before and after attention and
     /// MLP, windows in most layers, which turn positions by a base of their own.
     Gemma3,
+    /// `Gemma4ForCausalLM`, and the text half of `Gemma4ForConditionalGeneration`: Gemma 3 whose layers without a window
+    /// have wider heads, values that may be the keys, and norms on them. The last layers may attend to what earlier
+    /// ones have in their caches; each layer may have a vector of each token of its own; beside the MLP there may be
+    /// experts; logits may be capped.
+    Gemma4,
+    /// `Gemma4UnifiedForCausalLM`, and the text half of `Gemma4UnifiedForConditionalGeneration`: the same without
+    /// vectors of layers, and without experts.
+    Gemma4Unified,
     /// `SmolLM3ForCausalLM`: Llama, some of whose layers do not turn queries and keys.
     SmolLm3,
     /// `GraniteForCausalLM`: Llama with numbers that embeddings, scores, logits and what layers add are multiplied
@@ -186,7 +194,7 @@ pub(super) enum Sliding {
     /// Those that `layer_types` names; else all but every so many.
     Most {
         /// What may say how many.
-        key: &'static str,
+        key: Option<&'static str>,
         /// How many, where the file does not.
         pattern: usize,
     },
@@ -224,6 +232,8 @@ pub(super) struct Mixture {
     pub(super) keys: &'static [&'static str],
     pub(super) n: usize,
     pub(super) chosen: usize,
+    /// What says how many a row goes to.
+    pub(super) chosen_key: &'static str,
     /// An expert's `moe_intermediate_size`; `None`: it is `intermediate_size` that says it.
     pub(super) intermediate_size: Option<usize>,
     /// Whether the parts with which experts count add up to 1.
@@ -249,6 +259,8 @@ pub(super) enum Normalises {
 pub(super) enum Sparse {
     /// All of them.
     All,
+    /// All of them, or, unless `key` says so, none.
+    IfSaid { key: &'static str },
     /// Every `decoder_sparse_step`th but for `mlp_only_layers`, or none, if there are no experts.
     Stepped,
     /// Those that `key` names; all where it is missing.
@@ -450,6 +462,7 @@ const EXPERTS: Mixture = Mixture {
     keys: &["num_experts", "num_local_experts"],
     n: 8,
     chosen: 2,
+    chosen_key: "num_experts_per_tok",
     intermediate_size: None,
     normalises: Normalises::Always,
     sparse: Sparse::All,
@@ -484,6 +497,7 @@ const GLM_EXPERTS: Mixture = Mixture {
     keys: &["n_routed_experts", "num_local_experts"],
     n: 128,
     chosen: 8,
+    chosen_key: "num_experts_per_tok",
     intermediate_size: Some(1408),
     normalises: Normalises::Unless,
     sparse: Sparse::Later { key: "first_k_dense_replace", dense: 1, types_key: None },
@@ -525,7 +539,7 @@ const LFM: Traits = Traits {
 const EXAONE: Traits = Traits {
     qk_norm: QkNorm::Heads,
     attention_bias: Biases::Never,
-    sliding: Sliding::Most { key: PATTERN, pattern: 4 },
+    sliding: Sliding::Most { key: Some(PATTERN), pattern: 4 },
     is_still_without_window: true,
     n_kv_heads: Some(32),
     max_position_embeddings: 2048,
@@ -533,11 +547,26 @@ const EXAONE: Traits = Traits {
     ..USUAL
 };
 
+/// The window and the experts are Gemma 4's.
+const GEMMA_4: Traits = Traits {
+    norms: Norms::Around,
+    qk_norm: QkNorm::Heads,
+    activation: Activation::GeluTanh,
+    sliding: Sliding::Most { key: None, pattern: 6 },
+    window: Some(512),
+    ropes_by_type: true,
+    n_kv_heads: Some(4),
+    head_dim: Some(256),
+    max_position_embeddings: 131_072,
+    tie_word_embeddings: true,
+    ..USUAL
+};
+
 const ENCODER: Traits = Traits { is_encoder: true, activation: Activation::Gelu, ..USUAL };
 
 impl Architecture {
     /// Every architecture.
-    pub const ALL: [Architecture; 42] = [
+    pub const ALL: [Architecture; 44] = [
         Architecture::Qwen3,
         Architecture::Qwen3Moe,
         Architecture::Mellum,
@@ -548,6 +577,8 @@ impl Architecture {
         Architecture::Ministral3,
         Architecture::Mixtral,
         Architecture::Gemma3,
+        Architecture::Gemma4,
+        Architecture::Gemma4Unified,
         Architecture::SmolLm3,
         Architecture::Granite,
         Architecture::GraniteMoe,
@@ -691,7 +722,7 @@ impl Architecture {
                 norms_less_one: true,
                 qk_norm: QkNorm::Heads,
                 activation: Activation::GeluTanh,
-                sliding: Sliding::Most { key: PATTERN, pattern: 6 },
+                sliding: Sliding::Most { key: Some(PATTERN), pattern: 6 },
                 ropes_by_type: true,
                 sliding_theta: Some(("rope_local_base_freq", 1e4)),
                 n_kv_heads: Some(4),
@@ -700,6 +731,26 @@ impl Architecture {
                 rope_theta: 1e6,
                 tie_word_embeddings: true,
                 ..USUAL
+            },
+            Architecture::Gemma4 => Traits {
+                class_name: "Gemma4ForCausalLM",
+                model_type: "gemma4_text",
+                mixture: Some(Mixture {
+                    keys: &["num_experts"],
+                    chosen_key: "top_k_experts",
+                    // `gemma4` has seen that the file says it.
+                    intermediate_size: Some(1),
+                    sparse: Sparse::IfSaid { key: "enable_moe_block" },
+                    ..EXPERTS
+                }),
+                ..GEMMA_4
+            },
+            Architecture::Gemma4Unified => Traits {
+                class_name: "Gemma4UnifiedForCausalLM",
+                model_type: "gemma4_unified_text",
+                window: Some(1024),
+                max_position_embeddings: 262_144,
+                ..GEMMA_4
             },
             Architecture::SmolLm3 => Traits {
                 class_name: "SmolLM3ForCausalLM",
@@ -785,7 +836,7 @@ impl Architecture {
             Architecture::Olmo3 => Traits {
                 class_name: "Olmo3ForCausalLM",
                 model_type: "olmo3",
-                sliding: Sliding::Most { key: PATTERN, pattern: 4 },
+                sliding: Sliding::Most { key: Some(PATTERN), pattern: 4 },
                 ropes_by_type: true,
                 rope_theta: 5e5,
                 ..OLMO
@@ -852,7 +903,7 @@ impl Architecture {
                 limits_experts: true,
                 has_sinks: true,
                 attention_bias: Biases::Said { key: "attention_bias", otherwise: true },
-                sliding: Sliding::Most { key: PATTERN, pattern: 2 },
+                sliding: Sliding::Most { key: Some(PATTERN), pattern: 2 },
                 window: Some(128),
                 n_kv_heads: Some(8),
                 head_dim: Some(64),
@@ -961,7 +1012,7 @@ impl Architecture {
                     shared: Some(Shared { key: "num_shared_experts", otherwise: 2, ..GLM_SHARED }),
                     ..GLM_EXPERTS
                 }),
-                sliding: Sliding::Most { key: "global_attn_every_n_layers", pattern: 4 },
+                sliding: Sliding::Most { key: Some("global_attn_every_n_layers"), pattern: 4 },
                 window: Some(1024),
                 is_still_without_window: true,
                 head_dim: Some(128),
@@ -1027,6 +1078,11 @@ impl Architecture {
         self.traits().norms_less_one
     }
 
+    /// Whether it is one of Gemma 4's.
+    pub(crate) const fn is_gemma4(self) -> bool {
+        matches!(self, Architecture::Gemma4 | Architecture::Gemma4Unified)
+    }
+
     /// Whether its MLPs are mixtures of experts.
     pub const fn has_experts(self) -> bool {
         self.traits().mixture.is_some()
@@ -1072,6 +1128,10 @@ impl Architecture {
             Some("Roberta" | "XLMRoberta" | "Camembert") => Some(Architecture::Roberta),
             Some("ModernBert") => Some(Architecture::ModernBert),
             _ if matches!(class, "Gemma3ForConditionalGeneration" | "Gemma3TextModel") => Some(Architecture::Gemma3),
+            _ if matches!(class, "Gemma4ForConditionalGeneration" | "Gemma4TextModel") => Some(Architecture::Gemma4),
+            _ if matches!(class, "Gemma4UnifiedForConditionalGeneration" | "Gemma4UnifiedTextModel") => {
+                Some(Architecture::Gemma4Unified)
+            }
             _ if class == "Qwen3_5TextModel" => Some(Architecture::Qwen35),
             _ if class == "Qwen3_5MoeTextModel" => Some(Architecture::Qwen35Moe),
             // Their older files have no half: text is read by what stands beside all other keys.
@@ -1091,6 +1151,8 @@ impl Architecture {
     pub(super) fn from_model_type(name: &str) -> Option<Architecture> {
         match name {
             "gemma3" => Some(Architecture::Gemma3),
+            "gemma4" => Some(Architecture::Gemma4),
+            "gemma4_unified" => Some(Architecture::Gemma4Unified),
             "qwen2_vl" | "qwen2_vl_text" | "qwen2_5_vl" | "qwen2_5_vl_text" => Some(Architecture::Qwen2),
             "qwen3_vl_text" => Some(Architecture::Qwen3),
             "qwen3_5" => Some(Architecture::Qwen35),

@@ -6,6 +6,7 @@ use perpetua_device::kernels::{causal_conv, recurrence, routing};
 use perpetua_shared::dtype::Q4_BLOCK;
 
 use super::architecture::{AttentionGate, Biases, Mixture, Normalises, Recurs, Shared, Sliding, Sparse};
+use super::gemma4;
 use super::rope::{self, Rope, RopeScaling};
 use super::{
     Activation, Architecture, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS, MAX_POSITIONS,
@@ -27,25 +28,31 @@ pub struct DecoderConfig {
     pub intermediate_size: usize,
     /// Decoder layers.
     pub n_layers: usize,
-    /// Query heads; a multiple of `n_kv_heads`.
+    /// Query heads.
     pub n_heads: usize,
-    /// Key and value heads.
-    pub n_kv_heads: usize,
-    /// Elements of one head; even. `n_heads * head_dim` need not be `hidden_size`.
-    pub head_dim: usize,
+    /// Per layer, what it attends with.
+    pub heads: Vec<Heads>,
     /// Added to the mean square before the root. (Granite multiplies what layers add by m. This and the scale of
     /// embeddings are those of the same network with its rows divided by m, which norms do not see.)
     pub rms_norm_eps: f64,
     /// Per layer, how positions turn queries and keys.
     pub ropes: Vec<Rope>,
-    /// Elements of a head that are turned, the first ones; even.
-    pub rotary_dim: usize,
-    /// What scores are multiplied with: 1 / sqrt(`head_dim`), unless the file has another number.
+    /// What scores are multiplied with: 1 / sqrt([`Heads::dim`]), unless the file has another number.
     pub attention_scale: f64,
     /// What embeddings are multiplied with.
     pub embedding_scale: f64,
     /// What logits are divided by.
     pub logits_divisor: f64,
+    /// What logits are capped by, smoothly: they become c * tanh(logit / c).
+    pub logits_cap: Option<f64>,
+    /// Vectors of each token that are a layer's own, where there are such.
+    pub layer_inputs: Option<LayerInputs>,
+    /// Whether what leaves a layer is multiplied with a number of its own.
+    pub scales_layers: bool,
+    /// Whether values are normalised, each head by itself, without factors.
+    pub norms_values: bool,
+    /// Whether the MLPs of layers without [keys of their own](Heads::cache_of) are twice as wide.
+    pub doubles_mlps: bool,
     /// Whether the head is the embedding table.
     pub tie_word_embeddings: bool,
     /// Whether q, k and v have biases.
@@ -73,6 +80,31 @@ pub struct DecoderConfig {
     pub gate: Option<AttentionGate>,
     /// Whether each query head has a sink: a score beside those of the positions it attends to, whose value is zero.
     pub has_sinks: bool,
+}
+
+/// What a layer attends with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Heads {
+    /// Key and value heads; a divisor of [`DecoderConfig::n_heads`].
+    pub n_kv: usize,
+    /// Elements of one head; even. `n_heads * dim` need not be `hidden_size`.
+    pub dim: usize,
+    /// Elements of a head that are turned, the first ones; even.
+    pub rotary_dim: usize,
+    /// Whether values are the keys, as these are before their norm and their rotation.
+    pub values_are_keys: bool,
+    /// The layer before it to whose keys and values it attends, if it has none of its own.
+    pub cache_of: Option<usize>,
+}
+
+/// What each layer takes of a token beside the row that comes from the layer before it: a part of the token's row in a
+/// table, and of what a linear layer makes of its embedding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerInputs {
+    /// Rows of the table.
+    pub vocab_size: usize,
+    /// Elements of a layer's part.
+    pub dim: usize,
 }
 
 /// The layers of a network that do not attend.
@@ -150,6 +182,9 @@ pub struct Experts {
     pub sigmoids: Option<Sigmoids>,
     /// Per layer, whether it has them; else its MLP is the usual one.
     pub layers: Vec<bool>,
+    /// Whether the usual MLP is there, too, and each of both behind a norm, what they make before one; an expert then
+    /// counts so many times what its own number says.
+    pub stands_beside: bool,
     /// An MLP beside them that all rows go to, if there is one.
     pub shared: Option<SharedExpert>,
     /// gpt-oss's way with gates and ups, which is with biases, the router's too.
@@ -199,6 +234,12 @@ impl DecoderConfig {
         if self.gate == Some(AttentionGate::BesideQueries) { 2 } else { 1 }
     }
 
+    /// Elements between the linear layers of the usual MLP of layer `layer`.
+    pub fn intermediate_of(&self, layer: usize) -> usize {
+        let times = if self.doubles_mlps && self.heads[layer].cache_of.is_some() { 2 } else { 1 };
+        times * self.intermediate_size
+    }
+
     /// What layer `layer` does in the place of attention, if it does not attend.
     pub fn mixer_of(&self, layer: usize) -> Option<Mixer> {
         self.recurrent.as_ref().filter(|recurrent| recurrent.layers[layer]).map(|recurrent| recurrent.mixer)
@@ -236,14 +277,16 @@ pub(super) fn decoder(
     if architecture == Architecture::Lfm3 && fields.flag("use_sandwich_norm")? == Some(false) {
         return Err(fields.unsupported("use_sandwich_norm", "true"));
     }
+    let is_gemma4 = architecture.is_gemma4();
     // Gemma's files leave out what its configuration class has by default.
-    let size = |key, range, of_gemma| match is_gemma {
-        true => Ok(fields.whole(key, range)?.unwrap_or(of_gemma)),
-        false => fields.required_whole(key, range),
+    let size = |key, range, [of_gemma3, of_gemma4]: [usize; 2]| match (is_gemma, is_gemma4) {
+        (true, _) => Ok(fields.whole(key, range)?.unwrap_or(of_gemma3)),
+        (_, true) => Ok(fields.whole(key, range)?.unwrap_or(of_gemma4)),
+        _ => fields.required_whole(key, range),
     };
-    let hidden_size = size("hidden_size", 1..=MAX_HIDDEN, 2304)?;
-    let n_layers = size("num_hidden_layers", 1..=MAX_LAYERS, 26)?;
-    let n_heads = size("num_attention_heads", 1..=MAX_HEADS, 8)?;
+    let hidden_size = size("hidden_size", 1..=MAX_HIDDEN, [2304; 2])?;
+    let n_layers = size("num_hidden_layers", 1..=MAX_LAYERS, [26, 30])?;
+    let n_heads = size("num_attention_heads", 1..=MAX_HEADS, [8; 2])?;
 
     let traits = architecture.traits();
     // Null is not as good as missing: it says that there are as many as heads.
@@ -295,15 +338,22 @@ pub(super) fn decoder(
         (true, true) => ropes.sliding.clone(),
         (false, true) => ropes.full.clone(),
     };
+    let of_all =
+        Heads { n_kv: n_kv_heads, dim: head_dim, rotary_dim: ropes.dim, values_are_keys: false, cache_of: None };
+    let heads = match is_gemma4 {
+        true => gemma4::heads(fields, n_heads, of_all, &layers.iter().map(|layer| layer.slides).collect::<Vec<_>>())?,
+        false => vec![of_all; n_layers],
+    };
     let mut ropes_of_layers: Vec<Rope> = layers.iter().map(rope_of).collect();
     if let Some(key) = traits.thetas_key {
         bases_of_layers(fields, key, &mut ropes_of_layers)?;
     }
-    let experts = experts(fields, architecture, n_layers, stored)?;
+    let experts = experts(fields, architecture, [hidden_size, n_layers], stored)?;
     let alone = traits.mixture.and_then(|mixture| mixture.shared).filter(|of| of.stands_alone && experts.is_none());
     // Where all layers have experts, and these a size of their own, the other one may be missing.
     let is_said = fields.get("intermediate_size").is_some();
-    let of_experts = experts.as_ref().filter(|of| !is_said && of.layers.iter().all(|has| *has));
+    let are_alone = |of: &&Experts| !is_said && !of.stands_beside && of.layers.iter().all(|has| *has);
+    let of_experts = experts.as_ref().filter(are_alone);
     let intermediate_size = match (alone, of_experts) {
         (Some(shared), _) => match shared_size(fields, shared, 0)? {
             0 => return Err(fields.wrong(shared.key, "at least 1, where there are no experts")),
@@ -311,7 +361,7 @@ pub(super) fn decoder(
         },
         (None, Some(experts)) => experts.intermediate_size,
         (None, None) if architecture == Architecture::Lfm2 => lfm2_intermediate_size(fields)?,
-        (None, None) => size("intermediate_size", 1..=MAX_INTERMEDIATE, 9216)?,
+        (None, None) => size("intermediate_size", 1..=MAX_INTERMEDIATE, [9216; 2])?,
     };
     const SCALARS: RangeInclusive<f64> = 1e-6..=1e9;
     let query_scalar =
@@ -323,11 +373,17 @@ pub(super) fn decoder(
     let added = multiplier("residual_multiplier")?;
     let eps_key = traits.eps_keys.iter().find(|key| fields.get(key).is_some()).unwrap_or(&traits.eps_keys[0]);
     let rms_norm_eps = fields.real(eps_key, 0.0..=1.0)?.unwrap_or(traits.rms_norm_eps);
-    let sees_all = fields.flag("use_bidirectional_attention")?.unwrap_or(false);
+    let sees_all = match is_gemma4 {
+        true => gemma4::sees_all(fields)?,
+        false => fields.flag("use_bidirectional_attention")?.unwrap_or(false),
+    };
     if sees_all && !is_gemma {
         return Err(fields.unsupported("use_bidirectional_attention", "false for this architecture"));
     }
     let is_bidirectional = sees_all || fields.flag("is_causal")? == Some(false);
+    if is_bidirectional && is_gemma4 {
+        return Err(fields.unsupported("is_causal", "true for this architecture"));
+    }
     let recurrent = recurrent(fields, architecture, n_layers, rms_norm_eps)?;
     if is_bidirectional && traits.has_sinks {
         return Err(fields.unsupported("is_causal", "true, where heads have sinks"));
@@ -338,7 +394,7 @@ pub(super) fn decoder(
     // Gemma's windows reach as far to both sides together, others' to each.
     let of_window = if sees_all { 2 } else { 1 };
     let windows = windows(fields, architecture, &layers, of_window, max_position_embeddings)?;
-    let act_key = if is_gemma { "hidden_activation" } else { "hidden_act" };
+    let act_key = if is_gemma || is_gemma4 { "hidden_activation" } else { "hidden_act" };
     // Its older files' name comes before today's.
     let is_lfm = matches!(architecture, Architecture::Lfm2 | Architecture::Lfm2Moe);
     let tied_before = if is_lfm { fields.flag("tie_embedding")? } else { None };
@@ -350,27 +406,31 @@ pub(super) fn decoder(
     };
     Ok(DecoderConfig {
         architecture,
-        vocab_size: size("vocab_size", 1..=MAX_VOCAB, 262_208)?,
+        vocab_size: size("vocab_size", 1..=MAX_VOCAB, [262_208, 262_144])?,
         hidden_size,
         intermediate_size,
         n_layers,
         n_heads,
-        n_kv_heads,
-        head_dim,
+        heads,
         rms_norm_eps: rms_norm_eps / (added * added),
         ropes: ropes_of_layers,
-        rotary_dim: ropes.dim,
         attention_scale: match traits.multiplies {
             true => multiplier("attention_multiplier")?,
+            false if is_gemma4 => 1.0,
             // Rounded as transformers does.
             false => f64::from(1.0 / (query_scalar as f32).sqrt()),
         },
         embedding_scale: match architecture {
-            Architecture::Gemma3 => (hidden_size as f64).sqrt(),
+            Architecture::Gemma3 | Architecture::Gemma4 | Architecture::Gemma4Unified => (hidden_size as f64).sqrt(),
             Architecture::Afmoe if fields.flag("mup_enabled")?.unwrap_or(false) => (hidden_size as f64).sqrt(),
             _ => multiplier("embedding_multiplier")? / added,
         },
         logits_divisor: multiplier("logits_scaling")?,
+        logits_cap: if is_gemma4 { fields.real("final_logit_softcapping", SCALARS)? } else { None },
+        layer_inputs: if is_gemma4 { gemma4::layer_inputs(fields, architecture)? } else { None },
+        scales_layers: is_gemma4,
+        norms_values: is_gemma4,
+        doubles_mlps: is_gemma4 && fields.flag("use_double_wide_mlp")?.unwrap_or(false),
         tie_word_embeddings: is_tied,
         attention_bias,
         output_bias: traits.output_bias.map_or(Ok(attention_bias), has)?,
@@ -543,6 +603,9 @@ fn layers(fields: &Fields<'_>, architecture: Architecture, n_layers: usize) -> R
     let slides = sliding_layers(fields, architecture, &turns)?;
     let mut layers: Vec<Layer> =
         turns.iter().zip(slides).map(|(turns, slides)| Layer { turns: *turns, slides }).collect();
+    if architecture.is_gemma4() {
+        layers.iter_mut().next_back().into_iter().for_each(|layer| layer.slides = false);
+    }
     if architecture.traits().is_still_without_window && window(fields, architecture)?.is_some() {
         layers.iter_mut().for_each(|layer| layer.turns = layer.slides);
     }
@@ -632,8 +695,8 @@ fn sliding_layers(fields: &Fields<'_>, architecture: Architecture, turns: &[bool
         }
         Sliding::Most { key, pattern } => {
             // What no other key says decides.
-            let said = if typed.is_none() { fields.whole(key, 1..=MAX_LAYERS)? } else { None };
-            let pattern = said.unwrap_or(pattern);
+            let key = key.filter(|_| typed.is_none());
+            let pattern = key.map_or(Ok(None), |key| fields.whole(key, 1..=MAX_LAYERS))?.unwrap_or(pattern);
             named(&|layer| !(layer + 1).is_multiple_of(pattern))
         }
         Sliding::Alternating => {
@@ -711,6 +774,7 @@ fn sparse_layers(fields: &Fields<'_>, sparse: Sparse, n_layers: usize, n: usize)
     };
     match sparse {
         Sparse::All => Ok(vec![true; n_layers]),
+        Sparse::IfSaid { key } => Ok(vec![fields.flag(key)?.unwrap_or(false); n_layers]),
         Sparse::Stepped => {
             let step = fields.whole("decoder_sparse_step", 1..=MAX_LAYERS)?.unwrap_or(1);
             let dense = fields.wholes("mlp_only_layers", 0..=MAX_LAYERS)?.unwrap_or_default();
@@ -746,7 +810,7 @@ fn sigmoids(fields: &Fields<'_>, mixture: Mixture) -> Result<Option<Sigmoids>, M
 fn experts(
     fields: &Fields<'_>,
     architecture: Architecture,
-    n_layers: usize,
+    [hidden_size, n_layers]: [usize; 2],
     stored: Stored,
 ) -> Result<Option<Experts>, ModelError> {
     const MOST: usize = routing::MAX_EXPERTS as usize;
@@ -764,14 +828,17 @@ fn experts(
     if !layers.contains(&true) {
         return Ok(None);
     }
+    if architecture.is_gemma4() {
+        gemma4::check_experts(fields)?;
+    }
     let intermediate_size = match mixture.intermediate_size {
         Some(size) => fields.whole("moe_intermediate_size", 1..=MAX_INTERMEDIATE)?.unwrap_or(size),
         None => fields.required_whole("intermediate_size", 1..=MAX_INTERMEDIATE)?,
     };
     let most = n.min(routing::MAX_CHOSEN as usize);
-    let chosen = fields.whole("num_experts_per_tok", 1..=most)?.unwrap_or(mixture.chosen);
+    let chosen = fields.whole(mixture.chosen_key, 1..=most)?.unwrap_or(mixture.chosen);
     if chosen > most {
-        return Err(fields.wrong("num_experts_per_tok", format!("at most {key}, {n}")));
+        return Err(fields.wrong(mixture.chosen_key, format!("at most {key}, {n}")));
     }
     let shared = match mixture.shared {
         Some(of) => Some(SharedExpert {
@@ -789,12 +856,20 @@ fn experts(
         false => None,
     };
     let is_mxfp4 = stored == Stored::Mxfp4;
-    let rows = [
-        ("hidden_size", fields.required_whole("hidden_size", 1..=MAX_HIDDEN)?),
-        ("intermediate_size", intermediate_size),
-    ];
+    let rows = [("hidden_size", hidden_size), ("intermediate_size", intermediate_size)];
     if let Some((key, _)) = rows.iter().find(|(_, n)| is_mxfp4 && !n.is_multiple_of(Q4_BLOCK)) {
         return Err(fields.wrong(key, format!("a multiple of {Q4_BLOCK}, as blocks of MXFP4 are")));
     }
-    Ok(Some(Experts { n, chosen, intermediate_size, normalise, sigmoids, layers, shared, limited, is_mxfp4 }))
+    Ok(Some(Experts {
+        n,
+        chosen,
+        intermediate_size,
+        normalise,
+        sigmoids,
+        layers,
+        stands_beside: architecture.is_gemma4(),
+        shared,
+        limited,
+        is_mxfp4,
+    }))
 }

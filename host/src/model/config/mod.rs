@@ -7,11 +7,12 @@
 //! - A key whose meaning would change the result and that is not done here is refused by name; keys that change
 //!   nothing, or that nobody knows, are ignored.
 //! - Every number that leaves this file is positive, bounded, and consistent with the others (`n_heads` is a multiple
-//!   of `n_kv_heads`, `head_dim` is even), so later stages can multiply sizes without overflow.
+//!   of each layer's heads of keys, whose elements are even), so later stages can multiply sizes without overflow.
 
 mod architecture;
 mod decoder;
 mod encoder;
+mod gemma4;
 mod modern_bert;
 mod rope;
 mod stored;
@@ -25,7 +26,8 @@ use super::json::{Fields, read_value};
 pub(crate) use architecture::Norms;
 pub use architecture::{Architecture, AttentionGate, QkNorm};
 pub use decoder::{
-    DecoderConfig, DeltaRule, Experts, LimitedGate, Mixer, Recurrent, SharedExpert, Sigmoids, StateSpace,
+    DecoderConfig, DeltaRule, Experts, Heads, LayerInputs, LimitedGate, Mixer, Recurrent, SharedExpert, Sigmoids,
+    StateSpace,
 };
 pub use encoder::BertConfig;
 pub use modern_bert::ModernBertConfig;

@@ -279,6 +279,18 @@ fn ropes_by_type(
     max_position_embeddings: usize,
     head_dim: usize,
 ) -> Result<Ropes, ModelError> {
+    let old = old.filter(|_| !architecture.is_gemma4());
+    if let (true, Some(new)) = (architecture.is_gemma4(), &new) {
+        let types = fields.texts("layer_types")?.unwrap_or(LAYER_TYPES.to_vec());
+        let is_used = |kind: &str| kind == LAYER_TYPES[0] || types.contains(&kind);
+        if let Some(missing) = LAYER_TYPES.iter().find(|kind| is_used(kind) && new.get(kind).is_none()) {
+            return Err(new.wrong(missing, "an object"));
+        }
+    } else if architecture.is_gemma4() {
+        let full = Rope { theta: 1e6, scaling: RopeScaling::Proportional { part: 0.25, factor: 1.0 } };
+        let sliding = Rope { theta: 1e4, scaling: RopeScaling::Default };
+        return Ok(Ropes { full, sliding, dim: head_dim, most_positions: MAX_POSITIONS });
+    }
     if new.as_ref().is_some_and(|new| !is_by_type(new)) {
         // transformers does not heed them.
         return Err(fields.wrong("rope_parameters", "keys of full_attention and of sliding_attention"));
@@ -313,7 +325,12 @@ fn ropes_by_type(
         merged_value = Value::Object([("rope_scaling".to_owned(), Value::Object(merged))].into_iter().collect());
         full = Fields::new(fields.path(), &merged_value)?.object("rope_scaling")?;
     }
-    Ok(Ropes { full: of(full, theta)?, sliding, dim: head_dim, most_positions: MAX_POSITIONS })
+    let full = of(full, theta)?;
+    if architecture.is_gemma4() && matches!(full.scaling, RopeScaling::LongRope { .. }) {
+        // There would be as many of its numbers as the wider heads have pairs.
+        return Err(fields.unsupported("rope_parameters", "all but longrope for this architecture"));
+    }
+    Ok(Ropes { full, sliding, dim: head_dim, most_positions: MAX_POSITIONS })
 }
 
 /// What an embedding's keys are understood by.
@@ -345,7 +362,7 @@ fn rope(
     let (mut theta, mut scaling) = (None, RopeScaling::Default);
     let (mut partial, mut is_beside) = (fields.clone(), true);
     // What stands beside all other keys is of every embedding, but for those who have each type's apart.
-    let reads_beside = architecture != Architecture::Mellum;
+    let reads_beside = architecture != Architecture::Mellum && !architecture.is_gemma4();
     if let Some(given) = given {
         theta = given.real("rope_theta", THETA)?;
         let kind_key = if given.get("rope_type").is_some() { "rope_type" } else { "type" };
@@ -568,8 +585,8 @@ mod tests {
         let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny-phi3");
         let file = crate::model::json::read_value(&dir.join("config.json")).expect("JSON");
         let config = decoder_of(&file);
-        assert_eq!((config.head_dim, config.rotary_dim), (32, 24));
-        let of = |context| config.ropes[0].inverse_frequencies(config.rotary_dim, context);
+        assert_eq!((config.heads[0].dim, config.heads[0].rotary_dim), (32, 24));
+        let of = |context| config.ropes[0].inverse_frequencies(config.heads[0].rotary_dim, context);
         let expected =
             [(8, [0.455_057_74, 0.209_168_42, 0.000_143_628_95]), (9, [0.421_962_6, 0.165_725_74, 7.181_448e-6])];
         for (context, expected) in expected {
@@ -585,7 +602,7 @@ mod tests {
         };
         assert_eq!(decoder_of(&scaling(&json!({}))), config);
         let plain = decoder_of(&with(file.clone(), &json!({"rope_parameters": null, "partial_rotary_factor": null})));
-        assert_eq!((&plain.ropes[0].scaling, plain.rotary_dim), (&RopeScaling::Default, 32));
+        assert_eq!((&plain.ropes[0].scaling, plain.heads[0].rotary_dim), (&RopeScaling::Default, 32));
         for (change, expected) in [
             (json!({"short_factor": [1, 2]}), "short_factor: 2 numbers, expected 12, one for each two of the 24"),
             (json!({"long_factor": null}), "long_factor: missing, expected a list of numbers"),

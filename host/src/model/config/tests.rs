@@ -42,7 +42,19 @@ fn corrected(factor: f64, added: f64) -> Option<Sigmoids> {
 fn experts_of([n, chosen, intermediate_size]: [usize; 3], normalise: bool) -> Experts {
     let (layers, shared, limited) = (Vec::new(), None, None);
     let sigmoids = None;
-    Experts { n, chosen, intermediate_size, normalise, sigmoids, layers, shared, limited, is_mxfp4: false }
+    let stands_beside = false;
+    Experts {
+        n,
+        chosen,
+        intermediate_size,
+        normalise,
+        sigmoids,
+        layers,
+        stands_beside,
+        shared,
+        limited,
+        is_mxfp4: false,
+    }
 }
 
 #[test]
@@ -146,7 +158,7 @@ fn experts_chosen_by_corrected_sigmoids() {
     let (layers, sigmoids) = (vec![false, true, true], corrected(1.0, 1e-20));
     let experts = Experts { layers, shared, sigmoids, ..experts_of([128, 8, 1408], true) };
     assert_eq!(config.experts, Some(experts.clone()));
-    assert_eq!((config.intermediate_size, config.rotary_dim, config.qk_norm), (10944, 64, QkNorm::None));
+    assert_eq!((config.intermediate_size, config.heads[0].rotary_dim, config.qk_norm), (10944, 64, QkNorm::None));
     assert_eq!((config.attention_bias, config.output_bias, config.rms_norm_eps), (true, false, 1e-5));
     let of = |change: Value| decoder_of(&with(glm.clone(), &change));
     let larger = of(json!({
@@ -183,7 +195,7 @@ fn experts_chosen_by_corrected_sigmoids() {
     };
     let solar = decoder_of(&of_type("solar_open", json!({ "intermediate_size": null })));
     assert_eq!(solar.experts.map(|of| of.layers), Some(vec![true; 3]));
-    assert_eq!((solar.intermediate_size, solar.rotary_dim), (1408, 128));
+    assert_eq!((solar.intermediate_size, solar.heads[0].rotary_dim), (1408, 128));
     let file = of_type(
         "exaone_moe",
         json!({
@@ -218,11 +230,11 @@ fn experts_chosen_by_corrected_sigmoids() {
     );
     refused(&with(file.clone(), &json!({ "n_shared_experts": 1 })), "n_shared_experts: 1 is not supported");
     // Null says that nothing is left out.
-    assert_eq!(decoder_of(&with(file.clone(), &json!({ "partial_rotary_factor": null }))).rotary_dim, 128);
+    assert_eq!(decoder_of(&with(file.clone(), &json!({ "partial_rotary_factor": null }))).heads[0].rotary_dim, 128);
     let minimax = decoder_of(&file);
     let experts = Experts { layers: vec![true; 3], sigmoids: corrected(1.0, 0.0), ..experts_of([256, 8, 1536], true) };
     assert_eq!(minimax.experts, Some(experts));
-    assert_eq!((minimax.qk_norm, minimax.rotary_dim, minimax.attention_bias), (QkNorm::Rows, 64, false));
+    assert_eq!((minimax.qk_norm, minimax.heads[0].rotary_dim, minimax.attention_bias), (QkNorm::Rows, 64, false));
     // LFM2's first layers have an MLP whose size is as it is said, and experts may be chosen as they are.
     let lfm = |change: Value| {
         let file = of_type(
@@ -252,13 +264,17 @@ fn neighbours_are_turned() {
     };
     for name in ["glm", "glm4"] {
         let config = of(name, json!({ "head_dim": 32 }));
-        assert_eq!((config.rotary_dim, config.attention_bias, config.output_bias), (16, true, false), "{name}");
-        assert_eq!((config.rms_norm_eps, config.n_kv_heads), (1.5625e-7, 2), "{name}");
+        assert_eq!(
+            (config.heads[0].rotary_dim, config.attention_bias, config.output_bias),
+            (16, true, false),
+            "{name}"
+        );
+        assert_eq!((config.rms_norm_eps, config.heads[0].n_kv), (1.5625e-7, 2), "{name}");
         let config = of(name, json!({ "partial_rotary_factor": 0.25, "attention_bias": false }));
-        assert_eq!((config.rotary_dim, config.attention_bias), (32, false), "{name}");
+        assert_eq!((config.heads[0].rotary_dim, config.attention_bias), (32, false), "{name}");
     }
     let ernie = of("ernie4_5", json!({ "use_bias": true }));
-    assert_eq!((ernie.head_dim, ernie.rotary_dim, ernie.tie_word_embeddings), (128, 128, true));
+    assert_eq!((ernie.heads[0].dim, ernie.heads[0].rotary_dim, ernie.tie_word_embeddings), (128, 128, true));
     assert_eq!((ernie.attention_bias, ernie.output_bias, ernie.mlp_bias), (true, true, true));
     assert!(Architecture::Ernie45.turns_neighbours() && !Architecture::Llama.turns_neighbours());
     // As Qwen3.5's, but that experts' parts are said to add up to 1, and some layers may have none.
@@ -267,7 +283,7 @@ fn neighbours_are_turned() {
     let next = of("qwen3_next", next);
     let shared = Some(SharedExpert { intermediate_size: 512, is_weighed: true });
     let experts = Experts { layers: vec![false, true], shared, ..experts_of([16, 4, 512], true) };
-    assert_eq!((next.experts, next.intermediate_size, next.rotary_dim), (Some(experts), 640, 128));
+    assert_eq!((next.experts, next.intermediate_size, next.heads[0].rotary_dim), (Some(experts), 640, 128));
     assert!(
         next.gate == Some(AttentionGate::BesideQueries)
             && matches!(next.recurrent, Some(Recurrent { mixer: Mixer::DeltaRule(_), .. }))
@@ -386,6 +402,94 @@ fn seed_oss_has_biases() {
 }
 
 #[test]
+fn gemma_4() {
+    let text = json!({ "hidden_size": 1536, "intermediate_size": 6144, "model_type": "gemma4_text", "num_key_value_heads": 1,
+                       "num_hidden_layers": 7, "num_kv_shared_layers": 3, "use_double_wide_mlp": true,
+                       "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention",
+                                       "sliding_attention", "full_attention", "sliding_attention"],
+                       "final_logit_softcapping": 30.0, "use_bidirectional_attention": "vision" });
+    let whole = json!({ "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4",
+                        "text_config": text, "audio_config": null, "vision_config": { "hidden_size": 1152 } });
+    let config = decoder_of(&whole);
+    let of = |dim, cache_of| Heads { n_kv: 1, dim, rotary_dim: dim, values_are_keys: false, cache_of };
+    // The last layer has no window, whatever the file says.
+    assert_eq!(
+        config.heads,
+        [
+            of(256, None),
+            of(256, None),
+            of(512, None),
+            of(256, None),
+            of(256, Some(3)),
+            of(512, Some(2)),
+            of(512, Some(2)),
+        ]
+    );
+    let window = Some(512);
+    assert_eq!(config.windows, [window, window, None, window, window, None, None]);
+    assert_eq!([3, 4].map(|layer| config.intermediate_of(layer)), [6144, 12_288]);
+    let full = Rope { theta: 1e6, scaling: RopeScaling::Proportional { part: 0.25, factor: 1.0 } };
+    let sliding = Rope { theta: 1e4, scaling: RopeScaling::Default };
+    assert_eq!((&config.ropes[1], &config.ropes[2]), (&sliding, &full));
+    let frequencies = full.inverse_frequencies(512, 4096);
+    assert!(frequencies[63] > 0.0 && frequencies[64..].iter().all(|f| *f == 0.0) && frequencies.len() == 256);
+    assert_eq!((config.attention_scale, config.embedding_scale), (1.0, 1536f64.sqrt()));
+    assert_eq!((config.logits_cap, config.n_heads, config.vocab_size), (Some(30.0), 8, 262_144));
+    assert_eq!(config.layer_inputs, Some(LayerInputs { vocab_size: 262_144, dim: 256 }));
+    assert!(config.norms_values && config.scales_layers && config.tie_word_embeddings && config.experts.is_none());
+    assert_eq!((config.qk_norm, config.hidden_act), (QkNorm::Heads, Activation::GeluTanh));
+
+    // The wider heads' own numbers count where values are keys.
+    let more = json!({ "global_head_dim": 64, "num_global_key_value_heads": 2, "attention_k_eq_v": true,
+                       "num_kv_shared_layers": 0, "hidden_size_per_layer_input": null, "layer_types": null });
+    let text = with(text, &more);
+    let config = decoder_of(&text);
+    let wide = Heads { n_kv: 2, dim: 64, rotary_dim: 64, values_are_keys: true, cache_of: None };
+    assert_eq!((config.heads[0], config.heads[5], config.heads[6]), (of(256, None), wide, wide));
+    assert_eq!((config.layer_inputs, config.intermediate_of(6)), (None, 6144));
+    let apart = decoder_of(&with(text.clone(), &json!({ "attention_k_eq_v": false })));
+    assert_eq!(apart.heads[5], Heads { n_kv: 1, values_are_keys: false, ..wide });
+    // As today's files say it, layer by layer.
+    let wide_in = |layers: &[usize]| -> Value {
+        let of = |layer: &usize| (layer.to_string(), json!({ "head_dim": 64, "num_key_value_heads": 2 }));
+        Value::Object(layers.iter().map(of).collect())
+    };
+    let today =
+        json!({ "global_head_dim": null, "num_global_key_value_heads": null, "per_layer_config": wide_in(&[5, 6]) });
+    assert_eq!(decoder_of(&with(text.clone(), &today)), config);
+    // Beside the MLP, experts.
+    let moe = json!({ "enable_moe_block": true, "num_experts": 16, "top_k_experts": 4, "moe_intermediate_size": 704 });
+    let experts = decoder_of(&with(text.clone(), &moe)).experts.expect("said");
+    assert_eq!((experts.n, experts.chosen, experts.intermediate_size, experts.normalise), (16, 4, 704, true));
+    assert!(experts.stands_beside && experts.sigmoids.is_none() && experts.layers == [true; 7]);
+    // Those without any.
+    let unified = json!({ "model_type": "gemma4_unified_text", "hidden_size_per_layer_input": 256 });
+    let unified = decoder_of(&with(text.clone(), &unified));
+    assert_eq!((unified.architecture, unified.layer_inputs), (Architecture::Gemma4Unified, None));
+    assert_eq!((unified.windows[0], unified.max_position_embeddings), (Some(1024), 262_144));
+
+    let ropes = |full: Value| json!({ "rope_parameters": { "full_attention": full, "sliding_attention": null } });
+    for (change, expected) in [
+        (json!({ "use_bidirectional_attention": "all" }), "use_bidirectional_attention: \"all\""),
+        (json!({ "num_kv_shared_layers": 2, "layer_types": ["full_attention"] }), "layer_types: 1 entries"),
+        (json!({ "num_kv_shared_layers": 6 }), "a layer of each type before those that share"),
+        (json!({ "num_kv_shared_layers": 7 }), "num_kv_shared_layers: 7, expected"),
+        (json!({ "global_head_dim": 63 }), "global_head_dim: 63, expected an even number"),
+        (json!({ "num_global_key_value_heads": 3 }), "num_global_key_value_heads: 3, expected a divisor"),
+        (json!({ "per_layer_config": wide_in(&[5]) }), "one head_dim for all layers of a type"),
+        (json!({ "per_layer_config": wide_in(&[7]) }), "numbers of layers, below 7"),
+        (json!({ "per_layer_config": { "5": { "sliding_window": 3 } } }), "sliding_window"),
+        (json!({ "enable_moe_block": true, "num_experts": 8, "top_k_experts": 2 }), "moe_intermediate_size: missing"),
+        (json!({ "enable_moe_block": true, "top_k_experts": 2, "moe_intermediate_size": 8 }), "num_experts: missing"),
+        (json!({ "final_logit_softcapping": 0.0 }), "final_logit_softcapping: 0.0, expected"),
+        (ropes(json!({ "rope_type": "default", "rope_theta": 1e4 })), "sliding_attention: missing, expected an object"),
+    ] {
+        let message = parse(&with(text.clone(), &change)).expect_err(expected).to_string();
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
 fn gemma_3() {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny-gemma3");
     let tiny = read_value(&dir.join("config.json")).expect("JSON");
@@ -407,7 +511,10 @@ fn gemma_3() {
                         "text_config": text, "vision_config": { "hidden_size": 1152 } });
     let config = decoder_of(&whole);
     assert_eq!((config.vocab_size, config.max_position_embeddings), (262_208, 131_072));
-    assert_eq!((config.n_heads, config.n_kv_heads, config.head_dim, config.attention_scale), (8, 4, 256, 1.0 / 16.0));
+    assert_eq!(
+        (config.n_heads, config.heads[0].n_kv, config.heads[0].dim, config.attention_scale),
+        (8, 4, 256, 1.0 / 16.0)
+    );
     assert_eq!((config.windows[4], config.windows[5], config.windows[6]), (Some(1024), None, Some(1024)));
     assert_eq!((&config.ropes[4], &config.ropes[5]), (&sliding, &full));
     assert_eq!(decoder_of(&with(whole.clone(), &json!({ "architectures": null }))), config);
@@ -455,7 +562,7 @@ fn fixtures() {
         other => panic!("{other:?}"),
     };
     let qwen3 = open("tiny-qwen3");
-    assert_eq!((qwen3.architecture, qwen3.head_dim, qwen3.qk_norm), (Architecture::Qwen3, 64, QkNorm::Heads));
+    assert_eq!((qwen3.architecture, qwen3.heads[0].dim, qwen3.qk_norm), (Architecture::Qwen3, 64, QkNorm::Heads));
     assert_eq!(
         (qwen3.attention_bias, qwen3.tie_word_embeddings, qwen3.windows.iter().flatten().next()),
         (false, true, None)
@@ -463,7 +570,7 @@ fn fixtures() {
     assert_eq!(qwen3.ropes[0], Rope { theta: 1e6, scaling: RopeScaling::Default });
 
     let llama = open("tiny-llama");
-    assert_eq!((llama.n_heads, llama.n_kv_heads, llama.rms_norm_eps), (8, 2, 1e-5));
+    assert_eq!((llama.n_heads, llama.heads[0].n_kv, llama.rms_norm_eps), (8, 2, 1e-5));
     assert_eq!(
         llama.ropes[0].scaling,
         RopeScaling::Llama3 {
@@ -476,7 +583,7 @@ fn fixtures() {
 
     let qwen2 = open("tiny-qwen2");
     assert_eq!(
-        (qwen2.head_dim, qwen2.attention_bias, qwen2.output_bias, qwen2.qk_norm),
+        (qwen2.heads[0].dim, qwen2.attention_bias, qwen2.output_bias, qwen2.qk_norm),
         (32, true, false, QkNorm::None)
     );
 }
@@ -519,9 +626,9 @@ fn defaults_are_those_of_each_class() {
         map.shift_remove("num_key_value_heads");
         decoder_of(&Value::Object(map))
     };
-    assert_eq!(bare("LlamaForCausalLM").n_kv_heads, 32);
-    assert_eq!(bare("MistralForCausalLM").n_kv_heads, 8);
-    assert_eq!((bare("Qwen3ForCausalLM").head_dim, bare("Qwen2ForCausalLM").head_dim), (128, 8));
+    assert_eq!(bare("LlamaForCausalLM").heads[0].n_kv, 32);
+    assert_eq!(bare("MistralForCausalLM").heads[0].n_kv, 8);
+    assert_eq!((bare("Qwen3ForCausalLM").heads[0].dim, bare("Qwen2ForCausalLM").heads[0].dim), (128, 8));
     let by_type = json!({"architectures": null, "model_type": "mistral"});
     assert_eq!(decoder_of(&with(llama(), &by_type)).architecture, Architecture::Mistral);
 }
@@ -717,7 +824,7 @@ fn some_layers_pass_states_on() {
     assert_eq!(config.recurrent, Some(Recurrent { mixer, layers: layers.clone() }));
     assert_eq!((config.mixer_of(2), config.mixer_of(3)), (Some(mixer), None));
     assert!(config.gate == Some(AttentionGate::BesideQueries) && config.architecture.has_norms_less_one());
-    assert_eq!((config.rotary_dim, config.head_dim), (8, 32));
+    assert_eq!((config.heads[0].rotary_dim, config.heads[0].dim), (8, 32));
     // As its class has it, where the file does not say it.
     let keys = ["conv_kernel_dim", "key_head_dim", "num_key_heads", "num_value_heads", "value_head_dim"];
     let mut without: serde_json::Map<String, Value> =
@@ -725,7 +832,7 @@ fn some_layers_pass_states_on() {
     without.extend([("layer_types".to_owned(), Value::Null), ("rope_parameters".to_owned(), Value::Null)]);
     let usual = decoder_of(&qwen(Value::Object(without)));
     let mixer = Mixer::DeltaRule(DeltaRule { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, taps: 4 });
-    assert_eq!((usual.recurrent, usual.rotary_dim), (Some(Recurrent { mixer, layers }), 8));
+    assert_eq!((usual.recurrent, usual.heads[0].rotary_dim), (Some(Recurrent { mixer, layers }), 8));
     let every_second = qwen(json!({ "layer_types": null, "full_attention_interval": 2 }));
     assert_eq!(decoder_of(&every_second).recurrent.map(|r| r.layers), Some(vec![true, false, true, false]));
     assert_eq!(decoder_of(&qwen(json!({ "layer_types": null, "full_attention_interval": 1 }))).recurrent, None);
@@ -962,7 +1069,7 @@ fn compositions() {
     let mellum = of("mellum", change);
     assert_eq!((mellum.windows, mellum.ropes), (vec![Some(9), None], vec![plain(1e4), plain(5e5)]));
     let experts = Experts { layers: vec![true, false], ..experts_of([16, 8, 896], true) };
-    assert_eq!((mellum.experts, mellum.head_dim, mellum.qk_norm), (Some(experts), 128, QkNorm::Heads));
+    assert_eq!((mellum.experts, mellum.heads[0].dim, mellum.qk_norm), (Some(experts), 128, QkNorm::Heads));
     assert_eq!(of("mellum", json!({ "rope_parameters": ropes })).windows, [None, None]);
     assert!(said("mellum", json!({})).contains("rope_parameters: missing"));
     // dots.llm1: experts as GLM's, but in all layers, not normalised, and without others beside them.
@@ -996,7 +1103,7 @@ fn compositions() {
     });
     let lfm = of("lfm3", change.clone());
     assert_eq!((lfm.windows, lfm.gate), (vec![None, Some(5), None], Some(AttentionGate::Heads)));
-    assert_eq!((&lfm.ropes[1], lfm.rotary_dim), (&plain(1e4), 16));
+    assert_eq!((&lfm.ropes[1], lfm.heads[0].rotary_dim), (&plain(1e4), 16));
     let frequencies = lfm.ropes[2].inverse_frequencies(16, 4096);
     let powers = [1.0f32, (1e6f64.powf(1.0 / 8.0) as f32).recip()].map(|f| f / 2.0);
     assert_eq!(frequencies, [&powers[..], &[0.0; 6]].concat());
@@ -1064,8 +1171,8 @@ proptest! {
     ) {
         match parse(&with(llama(), &json!({key: value}))) {
             Ok(ModelConfig::Decoder(c)) => {
-                prop_assert!(c.n_heads % c.n_kv_heads == 0 && c.head_dim % 2 == 0);
-                prop_assert!(c.ropes[0].inverse_frequencies(c.rotary_dim, 4096).iter().all(|f| f.is_finite()));
+                prop_assert!(c.heads.iter().all(|heads| c.n_heads % heads.n_kv == 0 && heads.dim % 2 == 0));
+                prop_assert!(c.ropes[0].inverse_frequencies(c.heads[0].rotary_dim, 4096).iter().all(|f| f.is_finite()));
             }
             Ok(ModelConfig::Bert(_) | ModelConfig::ModernBert(_)) => {}
             Err(message) => prop_assert!(!message.contains('\n'), "{}", message),

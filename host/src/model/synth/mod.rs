@@ -384,7 +384,9 @@ fn value_table(spec: &TensorSpec) -> Vec<u16> {
         Role::Filter => Box::new(spread(1.6 / fan_in.sqrt())),
         // Of a state 0.97 to 0.15 stays, where what a row says is 0.
         Role::Decay => Box::new(|i, _| 4.0 * (i as f64 + 0.5) / TABLE_LEN as f64 - 3.0),
-        Role::Norm | Role::DividedNorm => Box::new(|i, _| 0.5 + (i as f64 + 0.5) / TABLE_LEN as f64),
+        Role::Norm | Role::DividedNorm | Role::ScaledNorm | Role::Scale => {
+            Box::new(|i, _| 0.5 + (i as f64 + 0.5) / TABLE_LEN as f64)
+        }
         Role::NormLessOne => Box::new(|i, _| (i as f64 + 0.5) / TABLE_LEN as f64 - 0.5),
     };
     // A fixed sample of the normal distribution (a sum of twelve uniform numbers has variance 1), each value with its
@@ -648,6 +650,11 @@ mod tests {
                 "mixtral-8x7b" => 46_702_792_704,
                 "gemma-3-270m" => 268_098_176,
                 "gemma-3-1b" => 999_885_952,
+                // Of which 2,348,810,240 are the inputs of layers.
+                "gemma-4-e2b" => 4_628_569_379,
+                "gemma-4-e4b" => 7_463_013_418,
+                "gemma-4-26b-a4b" => 25_233_141_790,
+                "gemma-4-31b" => 30_697_345_340,
                 "modernbert-base" => 149_014_272,
                 "modernbert-large" => 394_781_696,
                 _ => continue,

@@ -7,7 +7,7 @@ use crate::model::config::Architecture;
 use crate::model::error::ModelError;
 
 /// Names of all presets, those of encoders last.
-pub const PRESETS: [&str; 97] = [
+pub const PRESETS: [&str; 103] = [
     "qwen3-110m",
     "qwen3-0.6b",
     "qwen3-1.7b",
@@ -30,6 +30,10 @@ pub const PRESETS: [&str; 97] = [
     "gemma-3-4b",
     "gemma-3-12b",
     "gemma-3-27b",
+    "gemma-4-e2b",
+    "gemma-4-e4b",
+    "gemma-4-26b-a4b",
+    "gemma-4-31b",
     "smollm3-3b",
     "granite-3.3-2b",
     "granite-3.1-1b-a400m",
@@ -70,6 +74,8 @@ pub const PRESETS: [&str; 97] = [
     "tiny-ministral3",
     "tiny-mixtral",
     "tiny-gemma3",
+    "tiny-gemma4",
+    "tiny-gemma4-moe",
     "tiny-smollm3",
     "tiny-granite",
     "tiny-granitemoe",
@@ -140,11 +146,29 @@ struct Sizes {
     query_scalar: Option<usize>,
     /// Heads of values, where layers have linear attention, or of a state space.
     values: Option<usize>,
+    /// What Gemma 4's sizes are beside others'.
+    gemma4: Gemma4Sizes,
     /// It stands for a family in tests: where that has layers of several kinds, its few are of all kinds.
     is_tiny: bool,
 }
 
+#[derive(Default)]
+struct Gemma4Sizes {
+    /// Elements of a head of layers without a window.
+    global_dim: usize,
+    /// Key heads of these, whose values are the keys; 0: as in others.
+    global_kv_heads: usize,
+    /// Layers at the end without keys of their own.
+    shared: usize,
+    /// Elements of a layer's own vector of each token; 0: there are none.
+    layer_input: usize,
+}
+
 impl Sizes {
+    const fn with_gemma4(self, global_dim: usize, global_kv_heads: usize, shared: usize, layer_input: usize) -> Sizes {
+        Sizes { gemma4: Gemma4Sizes { global_dim, global_kv_heads, shared, layer_input }, ..self }
+    }
+
     const fn with_experts(self, n: usize, chosen: usize, intermediate: usize) -> Sizes {
         Sizes { experts: Some([n, chosen, intermediate]), ..self }
     }
@@ -182,7 +206,7 @@ impl Sizes {
 /// The config.json of a preset.
 pub fn preset_config(name: &str) -> Result<Value, ModelError> {
     use Architecture::{
-        Afmoe, Ernie45, Exaone4, Gemma3, Glm4, Glm4Moe, GptOss, Granite, GraniteMoe, GraniteMoeHybrid,
+        Afmoe, Ernie45, Exaone4, Gemma3, Gemma4, Glm4, Glm4Moe, GptOss, Granite, GraniteMoe, GraniteMoeHybrid,
         GraniteMoeShared, GraniteSwa, Lfm2, Lfm2Moe, Lfm3, Llama, Mellum, MiniMaxM2, Ministral3, Mistral, Mixtral,
         Olmo2, Olmo3, Olmoe, Phi3, Qwen2, Qwen2Moe, Qwen3, Qwen3Moe, Qwen3Next, Qwen35, Qwen35Moe, SeedOss, SmolLm3,
     };
@@ -225,6 +249,14 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
             .with_windows_but(6, 1024)),
         ("gemma-3-27b",       Gemma3,  sizes(GEMMA_VOCAB_2, 5376, 21504, 62, (32, 16), 128, true, 131_072, 1e6, None)
             .with_windows_but(6, 1024).with_query_scalar(168)),
+        ("gemma-4-e2b",       Gemma4,  sizes(GEMMA_VOCAB,   1536, 6144, 35, (8, 1),  256, true,  131_072, 1e6, None)
+            .with_windows_but(5, 512).with_gemma4(512, 0, 20, 256)),
+        ("gemma-4-e4b",       Gemma4,  sizes(GEMMA_VOCAB,   2560, 10240, 42, (8, 2), 256, true,  131_072, 1e6, None)
+            .with_windows_but(6, 512).with_gemma4(512, 0, 18, 256)),
+        ("gemma-4-26b-a4b",   Gemma4,  sizes(GEMMA_VOCAB,   2816, 2112, 30, (16, 8), 256, true,  262_144, 1e6, None)
+            .with_experts(128, 8, 704).with_windows_but(6, 1024).with_gemma4(512, 2, 0, 0)),
+        ("gemma-4-31b",       Gemma4,  sizes(GEMMA_VOCAB,   5376, 21504, 60, (32, 16), 256, true, 262_144, 1e6, None)
+            .with_windows_but(6, 1024).with_gemma4(512, 4, 0, 0)),
         ("smollm3-3b",        SmolLm3, sizes(LLAMA_VOCAB, 2048, 11008, 36, (16, 4), 128, true,   65_536, 5e6, None)),
         ("granite-3.3-2b",    Granite, sizes(49_159,      2048, 8192,  40, (32, 8),  64, true,  131_072, 1e7, None)),
         ("granite-3.1-1b-a400m", GraniteMoe, sizes(49_155, 1024, 512,  24, (16, 8),  64, true,  131_072, 1.5e6, None)
@@ -290,6 +322,10 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
             .with_experts(4, 2, 80)),
         ("tiny-gemma3",       Gemma3,  sizes(1024,         96,  208,    3, (4, 2),   40, true,    4_096, 1e6, None)
             .with_windows_but(2, 12).with_query_scalar(64)),
+        ("tiny-gemma4",       Gemma4,  sizes(1024,         96,  208,    5, (4, 2),   24, true,    4_096, 1e6, None)
+            .with_windows_but(2, 12).with_gemma4(40, 0, 3, 24)),
+        ("tiny-gemma4-moe",   Gemma4,  sizes(1024,         96,  104,    3, (4, 2),   24, true,    4_096, 1e6, None)
+            .with_experts(8, 3, 48).with_windows_but(2, 12).with_gemma4(40, 1, 0, 0)),
         ("tiny-smollm3",      SmolLm3, sizes(1024,         96,  208,    4, (6, 2),   16, true,    4_096, 2e6, None)),
         ("tiny-granite",      Granite, sizes(1024,         96,  208,    2, (6, 2),   16, true,    4_096, 1e4, None)),
         ("tiny-granitemoe",   GraniteMoe, sizes(1024,      96,   80,    2, (6, 2),   16, true,    4_096, 1e4, None)
@@ -402,6 +438,7 @@ const fn sizes(
         window: None,
         query_scalar: None,
         values: None,
+        gemma4: Gemma4Sizes { global_dim: 0, global_kv_heads: 0, shared: 0, layer_input: 0 },
         is_tiny: false,
     }
 }
@@ -616,6 +653,28 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             let sliding = json!({ "rope_theta": 1e4, "rope_type": "default" });
             map.insert("rope_parameters".into(), json!({ "full_attention": full, "sliding_attention": sliding }));
         }
+        (Architecture::Gemma4, Value::Object(map)) => {
+            map.shift_remove("hidden_act");
+            map.insert("hidden_activation".into(), "gelu_pytorch_tanh".into());
+            let (types, window) = s.windows();
+            map.insert("sliding_window".into(), window);
+            map.insert("layer_types".into(), types.into());
+            let full = json!({ "partial_rotary_factor": 0.25, "rope_theta": s.theta, "rope_type": "proportional" });
+            let sliding = json!({ "rope_theta": 1e4, "rope_type": "default" });
+            map.insert("rope_parameters".into(), json!({ "full_attention": full, "sliding_attention": sliding }));
+            let Gemma4Sizes { global_dim, global_kv_heads, shared, layer_input } = s.gemma4;
+            map.insert("global_head_dim".into(), global_dim.into());
+            let global_kv_heads = Some(global_kv_heads).filter(|n| *n > 0);
+            map.insert("num_global_key_value_heads".into(), json!(global_kv_heads));
+            map.insert("attention_k_eq_v".into(), global_kv_heads.is_some().into());
+            map.insert("num_kv_shared_layers".into(), shared.into());
+            // Those of E2B.
+            map.insert("use_double_wide_mlp".into(), (2 * shared > s.layers).into());
+            map.insert("hidden_size_per_layer_input".into(), layer_input.into());
+            map.insert("vocab_size_per_layer_input".into(), s.vocab.into());
+            map.insert("final_logit_softcapping".into(), 30.0.into());
+            map.insert("enable_moe_block".into(), s.experts.is_some().into());
+        }
         (Architecture::SmolLm3, Value::Object(map)) => {
             map.insert("mlp_bias".into(), false.into());
             map.insert("no_rope_layer_interval".into(), if s.is_tiny { 2.into() } else { 4.into() });
@@ -716,18 +775,21 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             | Architecture::Qwen3Next
             | Architecture::Lfm2Moe
             | Architecture::Mellum
+            | Architecture::Gemma4
             | Architecture::Afmoe => "num_experts",
             Architecture::Glm4Moe => "n_routed_experts",
             _ => "num_local_experts",
         };
         map.insert(key.into(), n.into());
-        map.insert("num_experts_per_tok".into(), chosen.into());
+        let is_gemma = architecture == Architecture::Gemma4;
+        map.insert(if is_gemma { "top_k_experts" } else { "num_experts_per_tok" }.into(), chosen.into());
         if matches!(
             architecture,
             Architecture::Qwen35Moe
                 | Architecture::Lfm2Moe
                 | Architecture::Glm4Moe
                 | Architecture::Mellum
+                | Architecture::Gemma4
                 | Architecture::Afmoe
         ) {
             map.insert("moe_intermediate_size".into(), intermediate.into());
