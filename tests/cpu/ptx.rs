@@ -52,17 +52,18 @@ const REGISTERS: u32 = 252;
 /// gated_linear, of either in each of a warpgroup's five shapes and of a few rows, of decode_attention, of a product of
 /// one row in three forms, of all other bodies, of a task that is left out, and, before bodies, for a task and for the
 /// iteration; of tiles in vain where a pass begins, or the worker leaves. Shuffles, five to a sum, twice that for two
-/// words: rms_norm 15 (three sums), layer_norm 10, pool 5, argmax 10, rope 6 (a norm 5, and by fours a loop over
-/// lanes), attention 55 (11, of few queries a maximum and a total 4, and of many rows a maximum and a sum, over four
-/// lanes and of two rows, 8, for two sizes, of all positions and of a share, and by a warpgroup), advance 10,
-/// decode_attention 20 (a norm 5, a group's maximum and total 4, one by one 11), linear 140 and gated_linear 101 (of a
-/// warpgroup's products the factors of rows, a loop over lanes, in each of five shapes, and in linear two rows' squares
-/// 2; of a few rows' the factors, and in linear a row's squares 2; from global memory of one row and of four, from
-/// tiles of one, a norm, and of a long row in each of its widths, by its form four, two or three, and one, the one
-/// before and the last, and in linear the best of its outputs 10), experts_up 55 (a norm, one by one and by eight, what
-/// all experts make together, two products, and those of three forms of rows afar 30) and experts_down 15 (one by one,
-/// in 8 bits and in 4), expert_routes 5, routed_linear 20 (units, three products), sample 175, recurrence 40 (three
-/// sums, sixteen sums at once 16, and nine corrections), gated 10 (a sum over a warp, and one over the block).
+/// words: rms_norm 15 (three sums), layer_norm 10, pool 5, argmax 10, rope 11 (a norm 5, one of values 5, and by fours
+/// a loop over lanes), attention 55 (11, of few queries a maximum and a total 4, and of many rows a maximum and a sum,
+/// over four lanes and of two rows, 8, for two sizes, of all positions and of a share, and by a warpgroup), advance 10,
+/// decode_attention 25 (a norm 5, one of values 5, a group's maximum and total 4, one by one 11), linear 140 and
+/// gated_linear 101 (of a warpgroup's products the factors of rows, a loop over lanes, in each of five shapes, and in
+/// linear two rows' squares 2; of a few rows' the factors, and in linear a row's squares 2; from global memory of one
+/// row and of four, from tiles of one, a norm, and of a long row in each of its widths, by its form four, two or three,
+/// and one, the one before and the last, and in linear the best of its outputs 10), experts_up 55 (a norm, one by one
+/// and by eight, what all experts make together, two products, and those of three forms of rows afar 30) and
+/// experts_down 15 (one by one, in 8 bits and in 4), expert_routes 5, routed_linear 20 (units, three products), sample
+/// 175, recurrence 40 (three sums, sixteen sums at once 16, and nine corrections), gated 10 (a sum over a warp, and one
+/// over the block).
 ///
 /// Warp syncs: where tiles are released, of a product of one row in each form a norm's weights, the loop's, and where
 /// the wait fails; other rows of linear and gated_linear 2 each, and a norm's weights, 1, and a long one's first row of
@@ -73,7 +74,7 @@ const REGISTERS: u32 = 252;
 /// positions and of a share.
 const BARRIERS: usize = 233 + 2 * (2 + 2) + OF_ONE_ROW[0];
 const BARRIER_VOTES: usize = 21 + 3;
-const SHUFFLES: usize = 692 + OF_ONE_ROW[1];
+const SHUFFLES: usize = 702 + OF_ONE_ROW[1];
 const WARP_SYNCS: usize = 55 + 3 * 3;
 const PRODUCTS: usize = 464 + 12;
 const BYTE_PRODUCTS: usize = 12 + 40;
@@ -118,7 +119,7 @@ const KERNELS: &[Figures] = &[
     ("rms_norm", 164, 4, 15, 0, 0, [0, 0]),
     ("linear", 242, 69, 208, 27, 88, [66, 25]),
     ("gated_linear", 224, 61, 169, 18, 88, [90, 16]),
-    ("rope", 118, 4, 6, 2, 0, [0, 0]),
+    ("rope", 118, 4, 11, 2, 0, [0, 0]),
     ("attention", 217, 19, 55, 12, 384, [0, 0]),
     ("layer_norm", 60, 6, 10, 0, 0, [0, 0]),
     ("elementwise", 36, 2, 0, 0, 0, [0, 0]),
@@ -128,7 +129,7 @@ const KERNELS: &[Figures] = &[
     ("advance", 40, 6, 10, 0, 0, [0, 0]),
     ("pool", 36, 4, 5, 0, 0, [0, 0]),
     ("attention_merge", 116, 2, 0, 0, 0, [0, 0]),
-    ("decode_attention", 210, 7, 20, 1, 32, [0, 0]),
+    ("decode_attention", 210, 7, 25, 1, 32, [0, 0]),
     ("experts_up", 179, 16, 55, 0, 0, [0, 0]),
     ("experts_down", 145, 10, 15, 0, 0, [0, 0]),
     ("expert_routes", 52, 8, 5, 0, 0, [0, 0]),

@@ -256,6 +256,8 @@ def randomise(model, r, kind, dtype):
                 p.uniform_(-3, 1)
             else:
                 p.uniform_(0.5, 1.5).sub_(int("gemma3" in kind or ("qwen3_5" in kind or kind == "qwen3_next") and "linear_attn.norm" not in name))
+            if kind.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
+                p.mul_(p.shape[0] ** -0.25)  # scores are not divided by the root of a head's elements
             p.copy_(p.to(dtype).float())
         # Not trained by gradients, and so no parameters.
         for name, correction in model.named_buffers():
