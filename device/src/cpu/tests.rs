@@ -551,7 +551,7 @@ mod experts {
 mod linear {
     use super::*;
     use crate::kernels::gated_linear::{self, GatedLinear};
-    use crate::kernels::linear::{Activation, Linear, Order, Params};
+    use crate::kernels::linear::{Activation, Linear, MULTIPLIES, Order, Params};
 
     const ACTIVATIONS: [Activation; 6] = [
         Activation::None,
@@ -673,7 +673,9 @@ mod linear {
             let y = Memory::new(yd, &[rows + extra_rows, n], gap, skew, |_| 77.0);
             let io = io_of([x, w, bias, residual, y]);
             let on_unit = is_on_unit(isa, order, &io[0], &io[1]);
-            let p = Params { activation: ACTIVATIONS[activation].number(), eps: 0.0, order, ..Default::default() };
+            let multiplies = if io[3].operand.is_present() && seed % 3 == 0 { MULTIPLIES } else { 0 };
+            let activation = ACTIVATIONS[activation].number() | multiplies;
+            let p = Params { activation, eps: 0.0, order, ..Default::default() };
             let in_pairs = is_in_pairs(isa, order, &io[0], &io[1]);
             let (io, [expected, got]) =
                 as_taken::<Linear, _>((isa, &p), &io, (in_pairs, &[0, 1]), (step(0, 3 + rows as u32), 3));

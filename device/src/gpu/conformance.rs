@@ -394,6 +394,14 @@ impl Case {
         }
     }
 
+    /// For a [`Linear`], now and then: what is added to its outputs, or what these are multiplied with.
+    fn maybe_residual(&mut self, random: &mut Random, extent: &[u32]) {
+        self.maybe(random, extent);
+        if self.operands[linear::slot::RESIDUAL].is_present() && random.flip() {
+            self.params[0] |= linear::MULTIPLIES;
+        }
+    }
+
     /// For a product into f32, now and then: of one row, where the best of its outputs goes, of several, what is made
     /// for a product after a norm. Else nothing.
     fn maybe_best(&mut self, random: &mut Random, rows: u32, n: u32) {
@@ -860,7 +868,7 @@ fn linear(random: &mut Random, round: usize) {
         case.floats(random, dtype, &extent);
     }
     case.maybe(random, &[n]);
-    case.maybe(random, &[rows, n]);
+    case.maybe_residual(random, &[rows, n]);
     let dtype = random.dtype();
     case.push(random, dtype, &[rows, n], |_| 7.0);
     case.maybe_norm(random, rows, k);
@@ -949,7 +957,7 @@ fn few_linear(random: &mut Random, round: usize) {
     if gated {
         case.maybe(random, &[n]);
     } else {
-        case.maybe(random, &[rows, n]);
+        case.maybe_residual(random, &[rows, n]);
     }
     let dtype = random.dtype();
     case.push(random, dtype, &[rows, n], |_| 7.0);
@@ -1022,7 +1030,7 @@ fn packed_linear_of_rows(random: &mut Random, round: usize) {
     if gated {
         case.maybe(random, &[n]);
     } else {
-        case.maybe(random, &[rows, n]);
+        case.maybe_residual(random, &[rows, n]);
     }
     case.push(random, DType::F32, &[rows, n], |_| 7.0);
     case.maybe_norm(random, rows, k);
@@ -1069,7 +1077,7 @@ fn segmented_linear(random: &mut Random, round: usize) {
     case.push_carried(random, DType::F32, 1, k);
     case.push_carried(random, DType::Bf16, n, k);
     case.maybe(random, &[n]);
-    case.maybe(random, &[1, n]);
+    case.maybe_residual(random, &[1, n]);
     case.push(random, DType::F32, &[1, n], |_| 7.0);
     case.absent();
     case.maybe_best(random, 1, n);
@@ -1119,7 +1127,7 @@ fn judge_tiled(random: &mut Random, dtype: DType, [n, k]: [u32; 2], tile: u32, g
     if gated {
         case.maybe(random, &[n]);
     } else {
-        case.maybe(random, &[1, n]);
+        case.maybe_residual(random, &[1, n]);
     }
     case.push(random, DType::F32, &[1, n], |_| 7.0);
     let normed = k <= MAX_NORMED && k.is_multiple_of(8) && random.flip();
@@ -1190,7 +1198,7 @@ fn merging_linear(random: &mut Random, round: usize) {
         case.floats(random, dtype, &[n, k]);
     }
     case.maybe(random, &[n]);
-    case.maybe(random, &[1, n]);
+    case.maybe_residual(random, &[1, n]);
     case.push(random, DType::F32, &[1, n], |_| 7.0);
     case.absent();
     case.maybe_best(random, 1, n);
@@ -1218,7 +1226,7 @@ fn wide_linear(random: &mut Random, round: usize) {
     x(&mut case, random);
     case.floats(random, DType::Bf16, &[n, k]);
     case.maybe(random, &[n]);
-    case.maybe(random, &[rows, n]);
+    case.maybe_residual(random, &[rows, n]);
     case.push(random, DType::F32, &[rows, n], |_| 7.0);
     case.maybe_norm(random, rows, k);
     case.maybe_best(random, rows, n);
@@ -1259,7 +1267,7 @@ fn warpgroup_linear(random: &mut Random, round: usize) {
         Case::new::<Linear>(linear::Params { activation: random.activation(), eps: 0.0, ..Default::default() });
     begin(&mut case, random, 1);
     case.maybe(random, &[n]);
-    case.maybe(random, &[rows, n]);
+    case.maybe_residual(random, &[rows, n]);
     let dtype = random.dtype();
     case.push(random, dtype, &[rows, n], |_| 7.0);
     case.maybe_norm(random, rows, k);
@@ -1609,7 +1617,7 @@ fn decode_attention_case(
 fn decode_attention(random: &mut Random, round: usize) {
     let (heads, group, splits) = (random.one_to(2), random.one_to(9), [1, 1 + random.one_to(15)][round % 2]);
     let d = if round.is_multiple_of(10) {
-        270.min(MAX_QUERY / group / 2 * 2)
+        [270, 520].map(|most| most.min(MAX_QUERY / group / 2 * 2))[round / 10 % 2]
     } else {
         [2 * random.one_to(35), 64][round % 3 % 2]
     };

@@ -65,14 +65,12 @@ impl Params {
 }
 
 /// Elements of a key/value head's queries that a task may have.
-pub const MAX_QUERY: u32 = 2048;
+pub const MAX_QUERY: u32 = 4096;
 
-// Words of shared memory: the turned queries, then what warps found.
+// Words of shared memory: the turned queries, then what warps found where they share a query's positions.
 const QUERY: u32 = FREE_SHARED;
-const PARTS: u32 = QUERY + MAX_QUERY;
-const MAX_PARTS: u32 = (shared::KEPT - PARTS) / PART;
 
-const _: () = assert!(QUERY.is_multiple_of(4) && MAX_PARTS >= 7);
+const _: () = assert!(QUERY.is_multiple_of(4) && QUERY + MAX_QUERY <= shared::KEPT);
 // The key is the operand after the query: found so, a choice that branches is none.
 const _: () = assert!(slot::K == slot::Q + 1);
 // `rope::append_value` finds them by its own numbers.
@@ -314,7 +312,9 @@ unsafe fn one_by_one(p: &Params, call: &gpu::Call<'_>, block: &Block, h: u32, (f
             let q = call.tensor(slot::Q);
             (memory::opaque_word(q.extent(2)), memory::opaque_word(q.extent(3)))
         };
-        let warps = if block.warps() < MAX_PARTS { block.warps() } else { MAX_PARTS };
+        let parts_at = QUERY + group * d;
+        let has_room = (shared::KEPT - parts_at) / PART;
+        let warps = if block.warps() < has_room { block.warps() } else { has_room };
         let parts = if group > warps { 1 } else { warps / group };
         let mut slice = 0;
         while slice < d {
@@ -332,7 +332,7 @@ unsafe fn one_by_one(p: &Params, call: &gpu::Call<'_>, block: &Block, h: u32, (f
                 if parts == 1 {
                     put(&p.attention(), (call, [slot::Y, slot::SINKS]), [0, h, g], d, slice, lane, found);
                 } else {
-                    keep(PARTS + unit * PART, &found, lane);
+                    keep(parts_at + unit * PART, &found, lane);
                 }
                 unit += block.warps();
             }
@@ -340,7 +340,7 @@ unsafe fn one_by_one(p: &Params, call: &gpu::Call<'_>, block: &Block, h: u32, (f
                 block.sync();
                 let g = block.warp();
                 if g < group {
-                    let found = merge(PARTS + g * parts * PART, parts, (first, end), lane);
+                    let found = merge(parts_at + g * parts * PART, parts, (first, end), lane);
                     put(&p.attention(), (call, [slot::Y, slot::SINKS]), [0, h, g], d, slice, lane, found);
                 }
             }

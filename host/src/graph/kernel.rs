@@ -536,11 +536,34 @@ impl KernelGraph {
         activation: Activation,
         residual: Option<TensorId>,
     ) -> Result<TensorId, GraphError> {
+        self.product(name, [x, w], bias, activation.number(), residual)
+    }
+
+    /// y = activation(x . w^T) * factors; `factors` is of y's shape.
+    pub fn linear_times(
+        &mut self,
+        name: &str,
+        x: TensorId,
+        w: TensorId,
+        activation: Activation,
+        factors: TensorId,
+    ) -> Result<TensorId, GraphError> {
+        self.product(name, [x, w], None, activation.number() | kernels::linear::MULTIPLIES, Some(factors))
+    }
+
+    fn product(
+        &mut self,
+        name: &str,
+        [x, w]: [TensorId; 2],
+        bias: Option<TensorId>,
+        activation: u32,
+        residual: Option<TensorId>,
+    ) -> Result<TensorId, GraphError> {
         let [rows, _] = self.matrix(name, "x", x)?;
         let [n, _] = self.matrix(name, "w", w)?;
         let y = self.intermediate(name, &[rows, n], DType::F32)?;
         use kernels::linear::slot::{BIAS, RESIDUAL, W, X, Y};
-        let params = kernels::linear::Params { activation: activation.number(), ..Default::default() };
+        let params = kernels::linear::Params { activation, ..Default::default() };
         let operands = [(X, Some(x)), (W, Some(w)), (BIAS, bias), (RESIDUAL, residual), (Y, Some(y))];
         let columns = Cut::columns(n, &[(W, 0), (BIAS, 0), (RESIDUAL, 1), (Y, 1)]);
         self.add::<kernels::Linear>(name, &params, &operands, &[columns])?;
@@ -573,26 +596,38 @@ impl KernelGraph {
     /// of weight * (activation(x . gate^T) * (x . up^T)) . down^T, or what their biases and another [`Gating`] make of
     /// it. gate, up: `[experts, n, k]`; down: `[experts, k, n]`. See [`kernels::routing`].
     pub fn experts(&mut self, name: &str, x: TensorId, args: ExpertArgs) -> Result<TensorId, GraphError> {
-        let ExpertArgs { logits, correction, gate, up, down, biases, residual, chosen, counting, gating } = args;
-        let [gate_bias, up_bias, down_bias] = biases.map_or([None; 3], |biases| biases.map(Some));
-        let [rows, k] = self.matrix(name, "x", x)?;
+        let made = self.experts_up(name, x, args)?;
+        self.experts_down(name, made, args)
+    }
+
+    /// The first half of [`KernelGraph::experts`]: what gates and ups make, `[rows, chosen, n]`.
+    pub fn experts_up(&mut self, name: &str, x: TensorId, args: ExpertArgs) -> Result<TensorId, GraphError> {
+        let ExpertArgs { logits, correction, gate, up, biases, chosen, counting, gating, .. } = args;
+        let [gate_bias, up_bias] = biases.map_or([None; 2], |[gate, up, _]| [Some(gate), Some(up)]);
+        let [rows, _] = self.matrix(name, "x", x)?;
         let [_, n, _] = self.dims_of(name, "gate", gate)?;
         let made = self.intermediate(&format!("{name}.up"), &[rows, chosen, n], DType::F32)?;
-        {
-            use kernels::experts_up::slot::{CORRECTION, GATE, GATE_BIAS, LOGITS, UP, UP_BIAS, X, Y};
-            let params = kernels::experts_up::Params { gating, order: 0, eps: 0.0, counting };
-            let operands =
-                [(X, x), (LOGITS, logits), (GATE, gate), (UP, up), (Y, made)].map(|(slot, t)| (slot, Some(t)));
-            let operands =
-                [&operands[..], &[(GATE_BIAS, gate_bias), (UP_BIAS, up_bias), (CORRECTION, correction)]].concat();
-            let columns = Cut::columns(n, &[(GATE, 1), (UP, 1), (Y, 2), (GATE_BIAS, 1), (UP_BIAS, 1)]);
-            self.add::<kernels::ExpertsUp>(&format!("{name}.up"), &params, &operands, &[columns])?;
-        }
+        use kernels::experts_up::slot::{CORRECTION, GATE, GATE_BIAS, LOGITS, UP, UP_BIAS, X, Y};
+        let params = kernels::experts_up::Params { gating, order: 0, eps: 0.0, counting };
+        let operands = [(X, x), (LOGITS, logits), (GATE, gate), (UP, up), (Y, made)].map(|(slot, t)| (slot, Some(t)));
+        let operands =
+            [&operands[..], &[(GATE_BIAS, gate_bias), (UP_BIAS, up_bias), (CORRECTION, correction)]].concat();
+        let columns = Cut::columns(n, &[(GATE, 1), (UP, 1), (Y, 2), (GATE_BIAS, 1), (UP_BIAS, 1)]);
+        self.add::<kernels::ExpertsUp>(&format!("{name}.up"), &params, &operands, &[columns])?;
+        Ok(made)
+    }
+
+    /// The second half, of what the first has `made`.
+    pub fn experts_down(&mut self, name: &str, made: TensorId, args: ExpertArgs) -> Result<TensorId, GraphError> {
+        let ExpertArgs { logits, correction, down, biases, residual, counting, .. } = args;
+        let [rows, _, _] = self.dims_of(name, "made", made)?;
+        let [_, k, _] = self.dims_of(name, "down", down)?;
         use kernels::experts_down::slot::{BIAS, CORRECTION, LOGITS, RESIDUAL, W, X, Y};
         let y = self.intermediate(&format!("{name}.down"), &[rows, k], DType::F32)?;
         let params = kernels::experts_down::Params { order: 0, counting };
         let operands = [(X, made), (LOGITS, logits), (W, down), (Y, y)].map(|(slot, t)| (slot, Some(t)));
-        let operands = [&operands[..], &[(RESIDUAL, residual), (BIAS, down_bias), (CORRECTION, correction)]].concat();
+        let bias = biases.map(|[.., down]| down);
+        let operands = [&operands[..], &[(RESIDUAL, residual), (BIAS, bias), (CORRECTION, correction)]].concat();
         let columns = Cut::columns(k, &[(W, 1), (RESIDUAL, 1), (Y, 1), (BIAS, 1)]);
         self.add::<kernels::ExpertsDown>(&format!("{name}.down"), &params, &operands, &[columns])?;
         Ok(y)

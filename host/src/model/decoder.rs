@@ -590,7 +590,19 @@ impl<'a> Decoder<'a> {
                 Some(self.weighed_mlp(layer, intermediate_size, h, x)?)
             }
         };
-        self.experts(layer, experts, [h; 2], x)
+        let logits = self.router_logits(layer, experts, h)?;
+        self.experts(layer, experts, logits, h, x)
+    }
+
+    /// What says to which experts rows `h` go.
+    pub(super) fn router_logits(
+        &mut self,
+        layer: usize,
+        experts: &Experts,
+        h: TensorId,
+    ) -> Result<TensorId, BuildError> {
+        let router = format!("model.layers.{layer}.{}", ExpertNames::of(self.config.architecture).router);
+        self.linear(&router, h, [experts.n, self.config.hidden_size], experts.limited.is_some(), None)
     }
 
     /// (x +) what the usual MLP of layer `layer` makes of h.
@@ -663,20 +675,31 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// (x +) what the experts make of h that its rows go to, by the router's logits of rows `routed`.
-    pub(super) fn experts(
+    /// (x +) what the experts make of h that its rows go to, by the router's `logits`.
+    fn experts(
         &mut self,
         layer: usize,
         experts: &Experts,
-        [routed, h]: [TensorId; 2],
+        logits: TensorId,
+        h: TensorId,
         x: Option<TensorId>,
     ) -> Result<TensorId, BuildError> {
+        let args = self.expert_args(layer, experts, logits, x)?;
+        Ok(self.graph.experts(&format!("model.layers.{layer}.experts"), h, args)?)
+    }
+
+    /// The experts of layer `layer`.
+    pub(super) fn expert_args(
+        &mut self,
+        layer: usize,
+        experts: &Experts,
+        logits: TensorId,
+        residual: Option<TensorId>,
+    ) -> Result<ExpertArgs, BuildError> {
         let Experts { n, chosen, intermediate_size, normalise, sigmoids, limited, stands_beside, .. } = *experts;
         let hidden_size = self.config.hidden_size;
         let names = ExpertNames::of(self.config.architecture);
         let prefix = format!("model.layers.{layer}");
-        let router = format!("{prefix}.{}", names.router);
-        let logits = self.linear(&router, routed, [n, hidden_size], limited.is_some(), None)?;
         let mut stack = |part: usize, shape: [usize; 2]| -> Result<TensorId, BuildError> {
             let expected = self.weights.dtype(&names.matrix(part, &prefix, 0), &shape)?;
             for name in (1..n).map(|number| names.matrix(part, &prefix, number)) {
@@ -713,9 +736,7 @@ impl<'a> Decoder<'a> {
                 self.weight(&downs, &[n, hidden_size])?,
             ]);
         }
-        let residual = x;
-        let args = ExpertArgs { logits, correction, gate, up, down, biases, residual, chosen, counting, gating };
-        Ok(self.graph.experts(&format!("{prefix}.experts"), h, args)?)
+        Ok(ExpertArgs { logits, correction, gate, up, down, biases, residual, chosen, counting, gating })
     }
 
     /// From here on nothing is kept for later passes: it is for those alone whose rows' logits somebody wants.

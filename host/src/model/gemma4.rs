@@ -2,7 +2,7 @@
 //!
 //! - Layers without a window have heads of other sizes, and values that may be their keys; all values are normalised.
 //!   The last layers may attend to the caches of earlier ones (see [`Heads::cache_of`](super::config::Heads)): what
-//!   comes from the first of them on keeps nothing, so passes that read a prompt end before it.
+//!   comes from the first of them on keeps nothing, so passes of many rows that read a prompt end before it.
 //! - Beside the MLP there may be experts. Both read what attention left, each behind a norm of its own, the router
 //!   behind a third; what they make is normalised apart, added, and normalised again.
 //! - A layer may take a vector of its own of each token: g = gelu(x . gate^T) * input, x + norm(g . projection^T). The
@@ -10,13 +10,11 @@
 //!   embeddings. (The norm does not see that the product is multiplied with 1 / sqrt(hidden), but for its epsilon.)
 //! - What leaves a layer is multiplied with a number of the layer's.
 
-use super::config::LayerInputs;
+use super::config::{DecoderConfig, Experts, LayerInputs};
 use super::decoder::{BuildError, Decoder};
 use super::layout::{DecoderNames, gemma4 as names};
 use crate::graph::kernel::KernelGraph;
 use crate::graph::tensor::TensorId;
-use perpetua_device::kernels::elementwise::Function;
-use perpetua_device::kernels::linear::Activation;
 
 /// Builds the network.
 pub fn build(mut net: Decoder<'_>) -> Result<KernelGraph, BuildError> {
@@ -27,7 +25,9 @@ pub fn build(mut net: Decoder<'_>) -> Result<KernelGraph, BuildError> {
     };
     let DecoderNames { before, after, .. } = DecoderNames::of(net.config.architecture);
     for layer in 0..net.config.n_layers {
-        if net.config.heads[layer..].iter().all(|heads| heads.cache_of.is_some()) {
+        // A row alone is nearly always one that is sampled from, and what is not made in every pass has no flags.
+        let keeps_nothing = net.config.heads[layer..].iter().all(|heads| heads.cache_of.is_some());
+        if keeps_nothing && net.graph.rows != Some(1) {
             net.when_sampling();
         }
         let of_layer = |name: &str| format!("model.layers.{layer}.{name}");
@@ -37,11 +37,13 @@ pub fn build(mut net: Decoder<'_>) -> Result<KernelGraph, BuildError> {
         let made = net.project_out(layer, attended, None)?;
         x = net.add_normed(&of_layer(after[0]), made, x)?;
 
-        let h = net.norm(&of_layer(before[1]), x)?;
-        let mut made = net.usual_mlp(layer, h, None)?;
-        if net.config.experts_of(layer).is_some() {
-            made = beside_experts(&mut net, layer, x, made)?;
-        }
+        let made = match net.config.experts_of(layer) {
+            Some(experts) => beside_experts(&mut net, layer, experts, x)?,
+            None => {
+                let h = net.norm(&of_layer(before[1]), x)?;
+                net.usual_mlp(layer, h, None)?
+            }
+        };
         let scale = of_layer(names::LAYER_SCALE);
         x = match &inputs {
             None => net.add_normed_scaled(&of_layer(after[1]), made, x, Some(&scale))?,
@@ -55,17 +57,23 @@ pub fn build(mut net: Decoder<'_>) -> Result<KernelGraph, BuildError> {
     net.finish(x)
 }
 
-/// norm(`made`), what the MLP makes of x behind its norm, + norm(what the experts make of x behind theirs).
-fn beside_experts(net: &mut Decoder<'_>, layer: usize, x: TensorId, made: TensorId) -> Result<TensorId, BuildError> {
-    let (config, of_layer) = (net.config, |name: &str| format!("model.layers.{layer}.{name}"));
-    let Some(experts) = config.experts_of(layer) else { return Ok(made) };
-    let made = net.norm(&of_layer(names::BEHIND_MLP), made)?;
+/// norm(what the MLP makes of x behind its norm) + norm(what the experts make of x behind theirs). The router comes
+/// first, so that nobody waits for it behind the MLP, and that norm of one block where all others wait for experts.
+fn beside_experts(net: &mut Decoder<'_>, layer: usize, experts: &Experts, x: TensorId) -> Result<TensorId, BuildError> {
+    let DecoderConfig { architecture, hidden_size, rms_norm_eps, .. } = *net.config;
+    let of_layer = |name: &str| format!("model.layers.{layer}.{name}");
     let router = of_layer(names::ROUTER_SCALE);
-    let w = net.factors_in(&router, config.hidden_size)?;
-    let routed = net.graph.rms_norm(&router, x, w, config.rms_norm_eps as f32)?;
+    let w = net.factors_in(&router, hidden_size)?;
+    let routed = net.graph.rms_norm(&router, x, w, rms_norm_eps as f32)?;
+    let logits = net.router_logits(layer, experts, routed)?;
+    let h = net.norm(&of_layer(DecoderNames::of(architecture).before[1]), x)?;
+    let by_mlp = net.usual_mlp(layer, h, None)?;
     let h = net.norm(&of_layer(names::BEFORE_EXPERTS), x)?;
-    let by_experts = net.experts(layer, experts, [routed, h], None)?;
-    net.add_normed(&of_layer(names::BEHIND_EXPERTS), by_experts, made)
+    let (name, args) = (of_layer("experts"), net.expert_args(layer, experts, logits, None)?);
+    let made = net.graph.experts_up(&name, h, args)?;
+    let by_mlp = net.norm(&of_layer(names::BEHIND_MLP), by_mlp)?;
+    let by_experts = net.graph.experts_down(&name, made, args)?;
+    net.add_normed(&of_layer(names::BEHIND_EXPERTS), by_experts, by_mlp)
 }
 
 /// What all layers' inputs are made of: rows of a table, and what a linear layer makes of embeddings, `[rows, layers *
@@ -98,9 +106,7 @@ impl Inputs {
         let input = net.graph.add_rms_norm(&name("per_layer_input"), of_rows, w, eps, looked_up, None)?;
         let gate = name(names::INPUT_GATE);
         let w = net.weight(&format!("{gate}.weight"), &[dim, config.hidden_size])?;
-        let gate = net.graph.linear(&gate, x, w, None, net.activation(), None)?;
-        let gated =
-            net.graph.elementwise(&name("per_layer_gated"), Function::Mul, Activation::None, gate, Some(input))?;
+        let gated = net.graph.linear_times(&gate, x, w, net.activation(), input)?;
         net.linear(&name(names::INPUT_PROJECTION), gated, [config.hidden_size, dim], false, None)
     }
 }

@@ -386,14 +386,14 @@ impl<'a> Outputs<'a> {
                     sum
                 }
             };
-            let first = activate(self.activation, with(sum, &self.biases[0]));
+            let first = activate(self.activation & !linear::MULTIPLIES, with(sum, &self.biases[0]));
             let value = if self.of.two {
                 first * with(other, &self.biases[1])
             } else if self.is_told {
                 let [before] = unmarked(self.call.there(slot::RESIDUAL, [asked], || [self.ask(n)]));
-                first + before
+                linear::joined(self.activation, first, before)
             } else {
-                first + f32::from_bits(asked)
+                linear::joined(self.activation, first, f32::from_bits(asked))
             };
             self.call.put_in_row(&self.y, &self.row, n, value);
             value

@@ -18,9 +18,9 @@ use perpetua_shared::DType;
 
 pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
     let [x, w, bias, residual, y] = core::array::from_fn(|i| call.tensor(i));
-    let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
+    let (activation, multiplies) = (p.activation().unwrap_or(Activation::None), p.multiplies());
     let by = By::of(p.order, &x, &w, scratch);
-    scratch.isa.run(Linear { rows: call.rows(slot::X), x, w, bias, residual, y, activation, by, scratch });
+    scratch.isa.run(Linear { rows: call.rows(slot::X), x, w, bias, residual, y, activation, multiplies, by, scratch });
     Ok(())
 }
 
@@ -163,6 +163,7 @@ struct Linear<'a> {
     residual: Tensor,
     y: Tensor,
     activation: Activation,
+    multiplies: bool,
     by: By,
     scratch: &'a mut Scratch,
 }
@@ -204,7 +205,8 @@ impl Linear<'_> {
             // SAFETY: a row of `n` sums each; the level exists (caller).
             unsafe {
                 let sums = sums.add(m * stride);
-                S::call(Finish::<S> { sums, bias, activation: self.activation, residual, y, set: PhantomData });
+                let (activation, multiplies) = (self.activation, self.multiplies);
+                S::call(Finish::<S> { sums, bias, activation, residual, multiplies, y, set: PhantomData });
             }
         }
     }
@@ -229,12 +231,13 @@ impl Supplied for Linear<'_> {
     }
 }
 
-/// y = act(sums + bias) + residual, all of one length.
+/// y = act(sums + bias) + residual, or times it, all of one length.
 struct Finish<S> {
     sums: *const f32,
     bias: Option<Row>,
     activation: Activation,
     residual: Option<Row>,
+    multiplies: bool,
     y: Row,
     set: PhantomData<S>,
 }
@@ -254,7 +257,8 @@ impl<S: Simd> Leaf for Finish<S> {
                 }
                 v = activate::<S>(self.activation, v);
                 if let Some(residual) = self.residual {
-                    v = S::add(v, residual.load::<S>(i, n));
+                    let residual = residual.load::<S>(i, n);
+                    v = if self.multiplies { S::mul(v, residual) } else { S::add(v, residual) };
                 }
                 self.y.store::<S>(i, n, v);
             }

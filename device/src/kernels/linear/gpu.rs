@@ -46,7 +46,7 @@ impl Outputs<'_> {
         // SAFETY: the caller's promise.
         unsafe {
             let bias = self.call.tensor(slot::BIAS);
-            activate(self.p.activation, if bias.is_present() { sum + bias.get([n]) } else { sum })
+            activate(self.p.activation & !MULTIPLIES, if bias.is_present() { sum + bias.get([n]) } else { sum })
         }
     }
 
@@ -54,8 +54,8 @@ impl Outputs<'_> {
     unsafe fn add(&self, n: u32, sum: f32, asked: u32) {
         // SAFETY: the caller's promise.
         unsafe {
-            let value = self.activated(n, sum)
-                + self.call.told(slot::RESIDUAL, &self.call.tensor(slot::RESIDUAL), [0, n], asked);
+            let before = self.call.told(slot::RESIDUAL, &self.call.tensor(slot::RESIDUAL), [0, n], asked);
+            let value = joined(self.p.activation, self.activated(n, sum), before);
             self.call.put(&self.call.tensor(slot::Y), [0, n], value);
             // Always: to ask first would take longer.
             self.best.set(self.best.get().better(Candidate { value, index: n }));
@@ -68,7 +68,8 @@ impl Outputs<'_> {
         unsafe {
             let residual = self.call.tensor(slot::RESIDUAL);
             let before = if residual.is_present() { residual.get([r, n]) } else { 0.0 };
-            self.call.tensor(slot::Y).set([r, n], self.activated(n, sum * self.norm().of(r)) + before);
+            let activated = self.activated(n, sum * self.norm().of(r));
+            self.call.tensor(slot::Y).set([r, n], joined(self.p.activation, activated, before));
         }
     }
 
@@ -92,6 +93,11 @@ impl Outputs<'_> {
             }
         }
     }
+}
+
+/// What an output becomes with the residual.
+pub(crate) fn joined(activation: u32, output: f32, residual: f32) -> f32 {
+    if activation & MULTIPLIES != 0 { output * residual } else { output + residual }
 }
 
 /// Four columns of many rows' outputs.
@@ -137,8 +143,9 @@ impl warpgroup::Finish<1> for Outputs<'_> {
         unsafe {
             let (before, factors) = (of.residual.get(r), self.norm().found(r));
             let normed: [[f32; 4]; R] = from_fn(|i| from_fn(|c| sums[i][0][c] * factors[i] + of.bias[c]));
-            let activated = activate_fours(of.activation, normed);
-            let values: [[f32; 4]; R] = from_fn(|i| from_fn(|c| activated[i][c] + before[i][c]));
+            let activated = activate_fours(of.activation & !MULTIPLIES, normed);
+            let joined = |i: usize, c: usize| joined(of.activation, activated[i][c], before[i][c]);
+            let values: [[f32; 4]; R] = from_fn(|i| from_fn(|c| joined(i, c)));
             of.y.set(r, values);
             if !of.weighted.is_present() {
                 return [0.0; R];

@@ -1,8 +1,8 @@
-//! y = act(x . w^T + bias) + residual. x: [rows, k]; w: [n, k] (as checkpoints store it); bias: [n]; residual, y:
-//! [rows, n]; f32 accumulation. Reads the weights once: n*k elements, 2*rows*n*k flops. With `norm`, [k], x is first
-//! normalised as [`rms_norm`](super::rms_norm) does, in f32: one row of at most [`MAX_NORMED`] elements. With `merges`
-//! x is [kv_heads, splits, group, 4 + d] f32, from which every task first makes its row, as long, as
-//! [`attention_merge`](super::attention_merge) does.
+//! y = act(x . w^T + bias) + residual, or, with [`MULTIPLIES`], times it. x: [rows, k]; w: [n, k] (as checkpoints store
+//! it); bias: [n]; residual, y: [rows, n]; f32 accumulation. Reads the weights once: n*k elements, 2*rows*n*k flops.
+//! With `norm`, [k], x is first normalised as [`rms_norm`](super::rms_norm) does, in f32: one row of at most
+//! [`MAX_NORMED`] elements. With `merges` x is [kv_heads, splits, group, 4 + d] f32, from which every task first makes
+//! its row, as long, as [`attention_merge`](super::attention_merge) does.
 //!
 //! With `values` and `indices`, of one row, y's largest element and where it stands go there too, as
 //! [`argmax_partial`](super::argmax) has them of its part.
@@ -17,6 +17,7 @@ use super::*;
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) mod cpu;
 mod gpu;
+pub(crate) use self::gpu::joined;
 
 /// See the module head.
 #[derive(Debug)]
@@ -101,11 +102,15 @@ impl Order {
     }
 }
 
+/// Beside an activation's number: outputs are multiplied with the residual, instead of added to it. No number has this
+/// bit, since caps are above 0.
+pub const MULTIPLIES: u32 = 1 << 31;
+
 /// Parameters.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Params {
-    /// An [`Activation`].
+    /// An [`Activation`], with [`MULTIPLIES`] or without.
     pub activation: u32,
     /// Added to the mean square of x, where it is normalised.
     pub eps: f32,
@@ -121,6 +126,20 @@ pub struct Params {
     pub best: argmax::Params,
     /// 1: the norm's weights are in x, and `norm` is sums of squares.
     pub is_weighted: u32,
+}
+
+impl Params {
+    /// Its activation alone.
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn activation(&self) -> Option<Activation> {
+        Activation::from_u32(self.activation & !MULTIPLIES)
+    }
+
+    /// See [`MULTIPLIES`].
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn multiplies(&self) -> bool {
+        self.activation & MULTIPLIES != 0
+    }
 }
 
 /// How many segments the task of a kernel of type `task_type`, with parameters `words`, takes its row in.
@@ -224,8 +243,11 @@ impl MacroKernel for Linear {
         let [x, w, bias, residual, y, norm, values, indices, weights, weighted] = io else {
             unreachable!("slots were counted")
         };
-        if Activation::from_u32(p.activation).is_none() {
+        if p.activation().is_none() {
             return Err(format!("activation {} is unknown", p.activation));
+        }
+        if p.multiplies() && !residual.is_present() {
+            return Err("`residual` is absent, expected what outputs are multiplied with".to_owned());
         }
         if Order::from_u32(p.order).is_none() {
             return Err(format!("order of summation {} is unknown", p.order));
@@ -291,7 +313,7 @@ impl MacroKernel for Linear {
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
         let [x, w, bias, residual, y, norm, values, indices, weights, weighted] =
             core::array::from_fn(|i| call.tensor(i));
-        let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
+        let activation = p.activation().unwrap_or(Activation::None);
         let rows = if p.merges != 0 { 1 } else { call.rows(slot::X) };
         for r in 0..rows {
             let x = if p.merges != 0 {
@@ -306,7 +328,9 @@ impl MacroKernel for Linear {
                     sum += bias.get([n]);
                 }
                 sum = activation.apply(sum);
-                if residual.is_present() {
+                if p.multiplies() {
+                    sum *= residual.get([r, n]);
+                } else if residual.is_present() {
                     sum += residual.get([r, n]);
                 }
                 y.set([r, n], sum);
