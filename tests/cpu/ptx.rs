@@ -109,8 +109,9 @@ const GROUP_PRODUCTS: [usize; 4] = [36 + 4, 16 + 16, 16, 16];
 /// residuals were asked for ahead of a row's staging, linear 238. Before heads of up to 256 elements could be turned in
 /// part, rope 116. Before the levels of weights in 4 bits were a table in registers, by their type, and rows of no
 /// whole lines were filled up, embedding 63, experts_up 168, and experts_down 127; before experts had biases, which are
-/// asked for ahead, 171 and 136; before they could be chosen by corrected sigmoids, 177 and 142, and expert_routes 40.
-/// recurrence: eight rows of a state, 32 words.)
+/// asked for ahead, 171 and 136; before they could be chosen by corrected sigmoids, 177 and 142, and expert_routes 40;
+/// before they had scales, experts_down 145. Before values were normalised, decode_attention 210. recurrence: eight
+/// rows of a state, 32 words.)
 type Figures = (&'static str, u32, usize, usize, usize, usize, [usize; 2]);
 
 /// Of all of them.
@@ -129,9 +130,9 @@ const KERNELS: &[Figures] = &[
     ("advance", 40, 6, 10, 0, 0, [0, 0]),
     ("pool", 36, 4, 5, 0, 0, [0, 0]),
     ("attention_merge", 116, 2, 0, 0, 0, [0, 0]),
-    ("decode_attention", 210, 7, 25, 1, 32, [0, 0]),
+    ("decode_attention", 212, 7, 25, 1, 32, [0, 0]),
     ("experts_up", 179, 16, 55, 0, 0, [0, 0]),
-    ("experts_down", 145, 10, 15, 0, 0, [0, 0]),
+    ("experts_down", 147, 10, 15, 0, 0, [0, 0]),
     ("expert_routes", 52, 8, 5, 0, 0, [0, 0]),
     ("routed_linear", 182, 20, 20, 0, 0, [0, 0]),
     ("slot_sum", 48, 2, 0, 0, 0, [0, 0]),

@@ -848,7 +848,7 @@ fn a_few_rows_have_tiles_that_leave_bodies_their_memory() {
 #[test]
 fn attention_that_takes_the_memory_has_no_tiles_ahead() {
     const SIZES: Sizes =
-        &[("num_attention_heads", 32), ("num_key_value_heads", 1), ("head_dim", 72), ("num_hidden_layers", 1)];
+        &[("num_attention_heads", 64), ("num_key_value_heads", 1), ("head_dim", 72), ("num_hidden_layers", 1)];
     let (_dir, model) = model(SIZES);
     for just_in_time in [vec![], vec!["attention".to_owned()]] {
         let engine = |device| {

@@ -34,7 +34,7 @@ EXPERTS = ["mixtral", "granitemoe", "granitemoeshared", "granitemoehybrid", "qwe
 # The same, chosen by corrected sigmoids.
 BY_SIGMOID = ["lfm2_moe", "glm4_moe", "solar_open", "exaone_moe", "dots1", "afmoe", "minimax_m2"]
 # Models that see, too, and the one in them that reads.
-HALVES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "qwen3_vl": "qwen3", "qwen2_5_vl": "qwen2", "mistral3": "mistral", "gemma3": "gemma3_text", "llava": "llama", "internvl": "qwen3"}
+HALVES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "qwen3_vl": "qwen3", "qwen2_5_vl": "qwen2", "mistral3": "mistral", "gemma3": "gemma3_text", "llava": "llama", "internvl": "qwen3", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}
 ENCODERS = ["bert", "roberta", "xlm-roberta", "camembert", "modernbert"]
 LAYER_TYPES = ["full_attention", "sliding_attention"]
 # Each type of layer has RoPE's parameters of its own.

@@ -1,9 +1,10 @@
 //! What of an assistant's turn is reasoning, and what the answer.
 //!
-//! Models mark it in one of two ways, with tokens of their own:
+//! Models mark it in one of three ways, with tokens of their own:
 //! - `<think>` and `</think>` around the reasoning, or `<seed:think>` and `</seed:think>`, or `[THINK]` and `[/THINK]`
 //!   (Qwen3, GLM 4.5, MiniMax M2, SmolLM3, Seed-OSS, Mistral's and others). A template may end with the first: then a
 //!   turn begins in the midst of it.
+//! - `<|channel>thought`, a line's end, and `<channel|>` around it (Gemma 4): the first line is its name.
 //! - Channels (gpt-oss's "harmony"):
 //!   `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`. What is said in the
 //!   channel `final`, or in none, is the answer, and what in any other reasoning; what stands between messages is
@@ -27,7 +28,7 @@ pub struct ReasoningParser {
     marks: Marks,
     /// `None`: between messages.
     part: Option<TurnPart>,
-    /// Of the channel's name, what has been read of it.
+    /// Of the channel's name, what has been read of it; in the midst of a part: it is still being read.
     channel: Option<String>,
     /// Nothing of the part has been given: the lines' ends that it begins with are not either.
     begins: bool,
@@ -40,6 +41,8 @@ enum Marks {
     Around {
         open: (u32, &'static str),
         close: (u32, &'static str),
+        /// The first line of what is between them is its name.
+        is_named: bool,
     },
     /// What ends a message, or begins the next one, too.
     Channels {
@@ -51,15 +54,18 @@ enum Marks {
 
 impl Marks {
     fn of(tokenizer: &Tokenizer) -> Marks {
-        const AROUND: [[&str; 2]; 3] =
-            [["<think>", "</think>"], ["<seed:think>", "</seed:think>"], ["[THINK]", "[/THINK]"]];
+        const NAMED: [&str; 2] = ["<|channel>", "<channel|>"];
+        const AROUND: [[&str; 2]; 4] =
+            [["<think>", "</think>"], ["<seed:think>", "</seed:think>"], ["[THINK]", "[/THINK]"], NAMED];
         let id = |text: &str| tokenizer.token_id(text);
         if let (Some(channel), Some(message)) = (id("<|channel|>"), id("<|message|>")) {
             let ends = ["<|start|>", "<|end|>", "<|call|>", "<|return|>"].into_iter().filter_map(id).collect();
             return Marks::Channels { channel, message, ends };
         }
-        let both = |[open, close]: [&'static str; 2]| {
-            Some(Marks::Around { open: (id(open)?, open), close: (id(close)?, close) })
+        let both = |both: [&'static str; 2]| {
+            let [open, close] = both;
+            let is_named = both == NAMED;
+            Some(Marks::Around { open: (id(open)?, open), close: (id(close)?, close), is_named })
         };
         AROUND.into_iter().find_map(both).unwrap_or(Marks::None)
     }
@@ -75,12 +81,19 @@ impl ReasoningParser {
         let mut parser = ReasoningParser { marks, part: Some(TurnPart::Answer), channel: None, begins: false };
         match parser.marks.clone() {
             Marks::None => {}
-            Marks::Around { open, close } => {
+            Marks::Around { open, close, is_named } => {
                 // One with words behind it is not the template's, but what somebody has said.
                 let last = prompt.iter().rposition(|id| [open.0, close.0].contains(id));
                 let last = last.filter(|at| prompt[*at] == open.0).map(|at| tokenizer.decode(&prompt[at + 1..]));
-                let is_begun = last.transpose()?.is_some_and(|rest| rest.trim().is_empty());
+                let rest = last.transpose()?;
+                let name = rest.as_deref().filter(|_| is_named).map(|rest| rest.split_once('\n').unwrap_or((rest, "")));
+                let is_begun = match name {
+                    Some((name, rest)) => rest.trim().is_empty() && !name.contains(char::is_whitespace),
+                    None => rest.as_deref().is_some_and(|rest| rest.trim().is_empty()),
+                };
                 parser.part = Some(if is_begun { TurnPart::Reasoning } else { TurnPart::Answer });
+                let has_line = rest.is_some_and(|rest| rest.contains('\n'));
+                parser.channel = (is_named && is_begun && !has_line).then(String::new);
             }
             Marks::Channels { channel, message, ends } => {
                 let is_mark = |id: &u32| [channel, message].contains(id) || ends.contains(id);
@@ -118,6 +131,14 @@ impl ReasoningParser {
             self.channel.iter_mut().for_each(|channel| channel.push_str(text));
             return None;
         };
+        let text = match (&self.channel, text.split_once('\n')) {
+            (None, _) => text,
+            (Some(_), None) => return None,
+            (Some(_), Some((_, rest))) => {
+                self.channel = None;
+                rest
+            }
+        };
         let text = if self.begins { text.trim_start_matches(['\r', '\n']) } else { text };
         self.begins &= text.is_empty();
         (!text.is_empty()).then_some((part, text))
@@ -126,8 +147,9 @@ impl ReasoningParser {
     /// Whether token `id` is a mark, and what it does if it is.
     fn mark(&mut self, id: u32) -> bool {
         match &self.marks {
-            Marks::Around { open, close } if [open.0, close.0].contains(&id) => {
+            Marks::Around { open, close, is_named } if [open.0, close.0].contains(&id) => {
                 self.part = Some(if id == open.0 { TurnPart::Reasoning } else { TurnPart::Answer });
+                self.channel = (*is_named && id == open.0).then(String::new);
             }
             Marks::Channels { channel, .. } if *channel == id => {
                 (self.part, self.channel) = (None, Some(String::new()))
@@ -199,6 +221,24 @@ mod tests {
                 ("Hi", format!("a{open}b{close}c{open}d{close}e"), ["bd", "ace"]),
             ] {
                 assert_eq!(parts(&tokenizer, prompt, &turn), expected, "{prompt}{turn}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_thoughts_first_line_is_its_name() {
+        for special in [false, true] {
+            let tokenizer = tokenizer(&["<|channel>", "<channel|>"], special);
+            for (prompt, turn, expected) in [
+                ("Hi", "<|channel>thought\nLet me see.\n<channel|>Yes.\n", ["Let me see.\n", "Yes.\n"]),
+                // The template has written the mark, a part of the name, or that there is to be no reasoning.
+                ("Hi<|channel>thought\n", "Well.<channel|>Yes", ["Well.", "Yes"]),
+                ("Hi<|channel>tho", "ught\nWell.<channel|>Yes", ["Well.", "Yes"]),
+                ("Hi<|channel>thought\n<channel|>", "Yes\nno", ["", "Yes\nno"]),
+                ("What is <|channel> for?\nmodel\n", "This", ["", "This"]),
+                ("Hi", "No reasoning", ["", "No reasoning"]),
+            ] {
+                assert_eq!(parts(&tokenizer, prompt, turn), expected, "{prompt}{turn}");
             }
         }
     }
