@@ -503,6 +503,37 @@ fn embeddings_match_sentence_transformers() {
     }
 }
 
+/// Of a sentence that is seen at once layers share the pass's own keys and values.
+#[test]
+fn layers_of_a_sentences_pass_share_its_keys() {
+    let dir = tempfile::tempdir().unwrap();
+    for file in ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(fixture("tiny-gemma4").join(file), dir.path().join(file)).unwrap();
+    }
+    let module = |idx: usize, path: &str, kind: &str| {
+        let kind = format!("sentence_transformers.models.{kind}");
+        serde_json::json!({ "idx": idx, "name": idx.to_string(), "path": path, "type": kind })
+    };
+    let modules = serde_json::json!([module(0, "", "Transformer"), module(1, "1_Pooling", "Pooling")]);
+    std::fs::write(dir.path().join("modules.json"), modules.to_string()).unwrap();
+    std::fs::create_dir(dir.path().join("1_Pooling")).unwrap();
+    let embedding = |pooled: &str, device| {
+        let pooling = serde_json::json!({ "word_embedding_dimension": 96, pooled: true });
+        std::fs::write(dir.path().join("1_Pooling/config.json"), pooling.to_string()).unwrap();
+        let model = Model::load(dir.path()).unwrap();
+        let config = EngineConfig { device, threads: Some(3), ..EngineConfig::default() };
+        Embedder::new(&model, &config).unwrap().embed_ids(&[5, 80, 7, 300, 41, 7, 12, 99, 17, 3, 44, 61]).unwrap()
+    };
+    let off = |a: &[f32], b: &[f32]| {
+        let length = |of: &mut dyn Iterator<Item = f32>| of.map(|x| x * x).sum::<f32>().sqrt();
+        length(&mut a.iter().zip(b).map(|(a, b)| a - b)) / length(&mut b.iter().copied())
+    };
+    let [mean, last] =
+        ["pooling_mode_mean_tokens", "pooling_mode_lasttoken"].map(|pooled| embedding(pooled, Device::Reference));
+    assert!(off(&embedding("pooling_mode_mean_tokens", Device::Cpu), &mean) < 1e-2);
+    assert!(off(&mean, &last) > 0.1, "of the last row alone it is another");
+}
+
 /// A decoder's passes and workers, and a longer context than a sentence needs, change no bit; one that it does not fit
 /// is refused.
 #[test]

@@ -9,7 +9,7 @@ use perpetua::exec::simt::{Options, Simt};
 use perpetua::exec::{Executor, RunError, Stopper};
 use perpetua::graph::lower::Target;
 use perpetua::graph::tensor::BufferKind;
-use perpetua::graph::threadblock::{BlockOp, KernelCall};
+use perpetua::graph::threadblock::{AccessKind, BlockOp, KernelCall};
 use perpetua::image::encode::{self, Parts};
 use perpetua::image::{Image, ImageError};
 use perpetua::model::ModelConfig;
@@ -18,7 +18,7 @@ use perpetua::model::synth::preset_config;
 use perpetua::model::{Quantize, SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_device::advance::step_from;
-use perpetua_device::kernels::{self, Attention, Numbered, Spec, Use, attention};
+use perpetua_device::kernels::{self, Attention, DecodeAttention, Numbered, Spec, Use, attention};
 use perpetua_shared::control::{Control, End, Request, Step};
 use perpetua_shared::image::BindingKind;
 use perpetua_shared::launch::TILE_BYTES;
@@ -551,7 +551,9 @@ fn is_unordered(image: &Image, with_state: bool) -> bool {
     let mut touched: HashMap<(u32, u64), Vec<(usize, Use)>> = HashMap::new();
     for (number, task) in view.tasks.iter().enumerate() {
         let spec = Spec::of(task.task_type).expect("a known kernel");
-        for (slot, operand) in spec.slots.iter().zip(view.operands(task)) {
+        let operands: Vec<_> = view.operands(task).iter().collect();
+        for (slot, operand) in operands.iter().enumerate() {
+            let usage = kernels::use_of(spec, slot, |slot| operands[slot].is_present());
             let kind = BindingKind::from_u32(image.bindings()[operand.binding.idx()].kind);
             let counts = kind == Some(BindingKind::Arena) || (with_state && kind == Some(BindingKind::State));
             let Some(dtype) = operand.dtype().filter(|_| counts) else { continue };
@@ -561,7 +563,7 @@ fn is_unordered(image: &Image, with_state: bool) -> bool {
                 let elems: u64 = index.iter().zip(&s).map(|(i, s)| u64::from(*i) * u64::from(*s)).sum();
                 let first = operand.offset_bytes + elems * dtype.size_bytes() as u64;
                 for half in first / 2..(first + dtype.size_bytes() as u64) / 2 {
-                    touched.entry((operand.binding.0, half)).or_default().push((number, slot.usage));
+                    touched.entry((operand.binding.0, half)).or_default().push((number, usage));
                 }
             }
         }
@@ -882,6 +884,36 @@ fn attention_that_takes_the_memory_has_no_tiles_ahead() {
         };
         assert_eq!(tokens(&mut on_gpu), tokens(&mut on_cpu));
     }
+}
+
+/// A layer without keys of its own reads what an earlier one has appended in the same pass, which nothing but an event
+/// orders: the rows between them are flagged.
+#[test]
+fn shared_caches_are_read_behind_what_is_appended() {
+    let model =
+        Model::load(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny-gemma4")).expect("a fixture");
+    let config = EngineConfig { device: Device::Simt, threads: Some(20), ..EngineConfig::default() };
+    let mut on_gpu = Engine::new(&model, &EngineConfig { max_context: Some(512), ..config.clone() }).expect("resident");
+    let decoding = &on_gpu.resident().compiled().programs[0];
+    let kinds = |op: &BlockOp| -> Vec<AccessKind> {
+        let of_kernel = op.kernel.is_some_and(|kernel| kernel.task_type == DecodeAttention::TASK_TYPE);
+        let caches = op
+            .accesses
+            .iter()
+            .flatten()
+            .filter(|access| of_kernel && decoding.blocks.table.buffer_of(access.tensor).kind == BufferKind::State);
+        caches.map(|access| access.kind).collect()
+    };
+    let kinds: Vec<AccessKind> = decoding.blocks.ops.iter().flat_map(kinds).collect();
+    assert_eq!(kinds, [[AccessKind::Append; 6], [AccessKind::Read; 6]].concat());
+    let options = GenerateOptions { max_new_tokens: 3, stop_tokens: Some(Vec::new()), ..GenerateOptions::default() };
+    let tokens = |engine: &mut Engine| -> Vec<u32> {
+        let generation = engine.generate(&[5, 80, 7], &options).expect("it begins");
+        generation.map(|token| token.expect("it goes on").id).collect()
+    };
+    let mut on_cpu =
+        Engine::new(&model, &EngineConfig { device: Device::Cpu, threads: Some(2), ..config }).expect("resident");
+    assert_eq!(tokens(&mut on_gpu), tokens(&mut on_cpu));
 }
 
 /// In a pass of several rows, where there are no tiles, loaders ask for what their worker is going to read, of weights

@@ -400,6 +400,11 @@ def sentence_folder(r, kind, dtype, folder):
         if kind == "gemma3_text":
             c |= {"sliding_window": r.choice([2, 7, 8, 64]), "query_pre_attn_scalar": head_dim, "use_bidirectional_attention": r.random() < 0.5}
             c["layer_types"] = [r.choice(LAYER_TYPES) for _ in range(layers)]
+        elif kind.startswith("gemma4"):
+            types = [r.choice(LAYER_TYPES) for _ in range(layers - 1)] + LAYER_TYPES[:1]
+            most = [n for n in range(layers) if set(types) == set(types[:layers - n])]
+            c |= {"layer_types": types, "sliding_window": r.choice([2, 7, 64]), "global_head_dim": r.choice([8, 40]), "num_kv_shared_layers": r.choice(most)}
+            c |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": c["vocab_size"]} if kind == "gemma4_text" else {}
         elif r.random() < 0.3:
             c["is_causal"] = False
         longest = r.choice([64, 300, 512])

@@ -68,12 +68,13 @@ impl Random {
         if self.flip() { attention::ALL } else { self.one_to(most) }
     }
 
-    /// How many pairs of a head of `d` elements are turned: all, or some.
+    /// The number of an activation.
     fn activation(&mut self) -> u32 {
         use linear::Activation::*;
         [None, Gelu, Silu, Relu, GeluTanh, Capped(0.75)][self.below(6) as usize].number()
     }
 
+    /// How many pairs of a head of `d` elements are turned: all, or some.
     fn turned_pairs(&mut self, d: u32) -> u32 {
         if d > rope::MOST_IN_PART || self.flip() { d / 2 } else { self.below(d / 2) }
     }
@@ -1307,7 +1308,12 @@ fn norms(random: &mut Random, round: usize) {
     } else {
         (0..3).for_each(|_| case.absent());
     }
-    case.maybe(random, &[1]);
+    let is_added = case.operands[rms_norm::slot::RESIDUAL].is_present();
+    if is_added {
+        case.maybe(random, &[1])
+    } else {
+        case.absent()
+    }
     case.step.rows = random.one_to(rows);
     case.counts = rows == 1;
     // A flagged row is one that a worker's threads have room for, four eights each.
@@ -1865,7 +1871,8 @@ fn push_down_bias(case: &mut Case, random: &mut Random, counting: Counting, shap
     if counting.weighting == Weighting::All as u32 { case.absent() } else { case.maybe(random, &shape) }
 }
 
-/// What corrects logits that count by sigmoids, or what the others count, now and then; numbers of which some are equal, if they are `few`.
+/// What corrects logits that count by sigmoids, or what the others count, now and then; numbers of which some are
+/// equal, if they are `few`.
 fn push_correction(case: &mut Case, random: &mut Random, experts: u32, few: bool) {
     if random.flip() {
         return case.absent();

@@ -1,5 +1,6 @@
 //! One position's attention, all of it: [`rope`](super::rope) of the query and the new key, the append of key and value
-//! to the cache, and causal [`attention`](super::attention) over it, in one task a head or, `split`, in several.
+//! to the cache, if there are such, and causal [`attention`](super::attention) over it, in one task a head or, `split`,
+//! in several.
 //!
 //! q: [1, kv_heads, group, d]; k, v: [1, kv_heads, d], or absent, and then nothing is appended; q_norm, k_norm: [d], optional; frequencies: [d/2] f32; k_cache,
 //! v_cache: [kv_heads, context, d]; y: [1, kv_heads, group, d]. q, k and v are only read: the turned query stays in

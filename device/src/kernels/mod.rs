@@ -232,6 +232,17 @@ pub fn takes_memory_for_one_row(task_type: u16) -> bool {
     task_type == Attention::TASK_TYPE
 }
 
+/// How a kernel `spec` uses its operand `slot` where it `has` the operands of which that says so: a cache to which it
+/// has nothing to append it only reads.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn use_of(spec: &Spec, slot: usize, has: impl Fn(usize) -> bool) -> Use {
+    let appends = spec.task_type != DecodeAttention::TASK_TYPE || has(decode_attention::slot::K);
+    match spec.slots[slot].usage {
+        Use::Append if !appends => Use::Read,
+        usage => usage,
+    }
+}
+
 /// Reads a kernel's parameters out of a task's words.
 pub fn params<P: Pod>(words: &[u32; PARAM_WORDS]) -> P {
     bytemuck::pod_read_unaligned(&bytemuck::bytes_of(words)[..size_of::<P>()])

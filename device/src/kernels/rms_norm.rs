@@ -1,7 +1,7 @@
 //! y[r,:] = (x[r,:] * rsqrt(mean(x[r,:]^2) + eps) * w (+ residual[r,:])) (* scale). x, y, residual: [rows, hidden]; w:
-//! [hidden]; scale: [1]; f32 accumulation. Moves 2*rows*hidden + hidden elements, and rows*hidden of a residual. With `weights`, [hidden],
-//! what a product after another norm reads, too: `weighted`, [rows, hidden], and `squares`, [rows, 1], as
-//! [`linear`](super::linear) has them.
+//! [hidden]; scale: [1]; f32 accumulation. Moves 2*rows*hidden + hidden elements, and rows*hidden of a residual. With
+//! `weights`, [hidden], what a product after another norm reads, too: `weighted`, [rows, hidden], and `squares`, [rows,
+//! 1], as [`linear`](super::linear) has them.
 
 use super::*;
 use crate::arch::{WARP, each_of_four, memory, scalar::fma, warp};
@@ -131,6 +131,9 @@ impl MacroKernel for RmsNorm {
         }
         rules::extent("w", w, 0, x.extent[1])?;
         rules::extent("scale", scale, 0, 1)?;
+        if scale.is_present() && !residual.is_present() {
+            return Err("`scale` is present without `residual`, expected it in the weights then".to_owned());
+        }
         for (name, operand) in [("y", y), ("residual", residual)] {
             rules::extent(name, operand, 0, x.extent[0])?;
             rules::extent(name, operand, 1, x.extent[1])?;

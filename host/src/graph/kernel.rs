@@ -848,20 +848,22 @@ impl KernelGraph {
             self.table.buffers.iter().map(|buffer| buffer.kind != BufferKind::Intermediate).collect();
         for op in self.dag.node_weights() {
             let spec = Spec::of(op.kernel.task_type).expect("operators are judged when they are added");
-            let tensors = || spec.slots.iter().zip(&op.slots).filter_map(|(slot, t)| Some((slot, &self.table[(*t)?])));
+            let usage = |slot| kernels::use_of(spec, slot, |slot| op.slots[slot].is_some());
+            let tensors = || op.slots.iter().enumerate().filter_map(|(slot, t)| Some((slot, &self.table[(*t)?])));
             // What was there of a token that is chosen beside the text is of no interest.
             let beside_text = (op.kernel.task_type == kernels::Sample::TASK_TYPE)
                 .then(|| op.slots[kernels::sample::slot::TEXT].and(op.slots[kernels::sample::slot::TOKENS]))
                 .flatten();
             for (slot, tensor) in tensors() {
-                let is_read = matches!(slot.usage, Use::Read | Use::Update);
+                let is_read = matches!(usage(slot), Use::Read | Use::Update);
                 let is_new = beside_text.is_some_and(|chosen| self.table[chosen].buffer == tensor.buffer);
                 if is_read && !is_new && !is_written[tensor.buffer.idx()] {
-                    let what = format!("`{}` is tensor {tensor}, which no operator before it writes", slot.name);
+                    let name = spec.slots[slot].name;
+                    let what = format!("`{name}` is tensor {tensor}, which no operator before it writes");
                     return Err(GraphError::Operator { op: op.name.clone(), what });
                 }
             }
-            for (_, tensor) in tensors().filter(|(slot, _)| slot.usage != Use::Read) {
+            for (_, tensor) in tensors().filter(|(slot, _)| usage(*slot) != Use::Read) {
                 is_written[tensor.buffer.idx()] = true;
             }
         }
@@ -950,14 +952,15 @@ impl KernelGraph {
         let node = self.dag.add_node(op);
         let mut written = Vec::new();
         let slots = self.dag[node].slots.clone();
-        for (slot, tensor) in spec.slots.iter().zip(slots).filter_map(|(s, t)| t.map(|t| (s, t))) {
+        for (slot, tensor) in slots.iter().enumerate().filter_map(|(slot, t)| Some((slot, (*t)?))) {
+            let usage = kernels::use_of(spec, slot, |slot| slots[slot].is_some());
             let buffer = self.table[tensor].buffer;
-            if slot.usage != Use::Write
+            if usage != Use::Write
                 && let Some(&writer) = self.writers.get(&buffer)
             {
                 self.dag.add_edge(writer, node, tensor);
             }
-            if slot.usage != Use::Read {
+            if usage != Use::Read {
                 written.push((buffer, node));
             }
         }
@@ -972,12 +975,13 @@ fn judge_cut(spec: &Spec, cut: &BlockOp) -> Result<(), String> {
     if cut.accesses.len() != spec.slots.len() {
         return Err(format!("{} tensors given, {} takes {}", cut.accesses.len(), spec.name, spec.slots.len()));
     }
-    for (slot, access) in spec.slots.iter().zip(&cut.accesses) {
+    for (slot, access) in cut.accesses.iter().enumerate() {
         let Some(access) = access else { continue };
-        let fitting = AccessKind::from(slot.usage);
+        let fitting = AccessKind::from(kernels::use_of(spec, slot, |slot| cut.accesses[slot].is_some()));
         // Reading and writing covers all else.
         if access.kind != fitting && access.kind != AccessKind::ReadWrite {
-            return Err(format!("operand `{}` is given as {:?}, expected {fitting:?}", slot.name, access.kind));
+            let name = spec.slots[slot].name;
+            return Err(format!("operand `{name}` is given as {:?}, expected {fitting:?}", access.kind));
         }
     }
     match cut.row_axis {

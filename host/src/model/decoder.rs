@@ -186,10 +186,13 @@ pub struct Decoder<'a> {
     head: Head,
     /// Instead of the head: what is done with the rows' vectors.
     sentence: Option<&'a SentenceConfig>,
+    /// By layer: keys and values that nobody wants after the pass.
+    passing: HashMap<usize, [TensorId; 2]>,
 }
 
 /// Queries, keys and values of one layer, `[rows, heads * head_dim]` and twice `[rows, kv_heads * head_dim]`; without
-/// keys and values, where they are [another layer's](Heads::cache_of). Attention's [gate](DecoderConfig::gate) may stand behind each query, or by itself.
+/// keys and values, where they are [another layer's](Heads::cache_of). Attention's [gate](DecoderConfig::gate) may
+/// stand behind each query, or by itself.
 #[derive(Clone, Copy, Debug)]
 pub struct Projected {
     q: TensorId,
@@ -211,7 +214,7 @@ impl<'a> Decoder<'a> {
             Head::Verify => KernelGraph::verify(rows as u32, cache.sequences),
             Head::Sample | Head::AllLogits => KernelGraph::with_sequences(rows as u32, cache.sequences),
         };
-        Decoder { config, graph, weights: weights.into(), cache, head, sentence: None }
+        Decoder { config, graph, weights: weights.into(), cache, head, sentence: None, passing: HashMap::new() }
     }
 
     /// The checkpoint's tensor `name`, which must have this shape.
@@ -387,9 +390,14 @@ impl<'a> Decoder<'a> {
             rope_frequencies(&mut self.graph, &ropes[layer], alike, [rotary_dim, dim], context)?;
         // Of a sentence that is seen at once nobody wants a layer's keys and values later.
         let takes_whole = self.sentence.is_some_and(|sentence| sentence.takes_whole(self.config.is_bidirectional));
+        let keeper = cache_of.unwrap_or(layer);
+        let known = self.passing.get(&keeper).copied();
         let cache = |graph: &mut KernelGraph| {
+            if let Some(both) = known {
+                return Ok(both);
+            }
             let mut of = |which: &str| {
-                let name = format!("model.layers.{}.self_attn.{which}_cache", cache_of.unwrap_or(layer));
+                let name = format!("model.layers.{keeper}.self_attn.{which}_cache");
                 match takes_whole {
                     true => graph.passing(&name, &[n_kv, rows, dim], dtype),
                     false => graph.state(&name, &[n_kv, context, dim], dtype),
@@ -419,6 +427,9 @@ impl<'a> Decoder<'a> {
             self.graph.attend_each(&prefix, rope, args, cache)?
         } else {
             let cache = cache(&mut self.graph)?;
+            if takes_whole {
+                self.passing.insert(keeper, cache);
+            }
             self.graph.rope(&format!("{prefix}.rope"), rope, cache)?;
             self.graph.attention(&format!("{prefix}.attention"), q, cache, args)?
         };
@@ -746,8 +757,7 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// The vectors of the pass's tokens in `table`, `[rows, columns]`, times `scale`, by an operator called
-    /// `op`.
+    /// The vectors of the pass's tokens in `table`, `[rows, columns]`, times `scale`, by an operator called `op`.
     pub(super) fn look_up(&mut self, op: &str, table: TensorId, scale: f32) -> Result<TensorId, BuildError> {
         let context = self.cache.context;
         if self.graph.pass == Pass::Batch {

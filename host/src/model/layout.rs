@@ -226,12 +226,13 @@ pub fn is_spare(config: &ModelConfig, name: &str) -> bool {
         // configuration.
         ModelConfig::Decoder(config) => {
             // What sees or hears, in a model of which the half that reads is taken, and what that can do without.
-            const OTHER_HALVES: [&str; 10] = [
+            const OTHER_HALVES: [&str; 11] = [
                 "vision_tower.",
                 "vision_model.",
                 "visual.",
                 "audio_tower.",
                 "embed_vision.",
+                "vision_embedder.",
                 "embed_audio.",
                 "multi_modal_projector.",
                 "connector.",
@@ -270,6 +271,7 @@ fn is_beyond_layers(config: &DecoderConfig, name: &str) -> bool {
 /// Whether `name` is of the keys and values of a layer that has none of its own.
 fn is_of_shared(config: &DecoderConfig, name: &str) -> bool {
     let of_layer = || {
+        let name = name.strip_prefix("language_model.").unwrap_or(name);
         let (layer, part) = name.strip_prefix("layers.")?.split_once(".self_attn.")?;
         Some((config.heads.get(layer.parse::<usize>().ok()?)?, part))
     };
@@ -507,8 +509,7 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
             add(format!("{layer}.{part}"), shape, role);
         }
         let mlp = match experts {
-            None => MlpNames::of(c.architecture).matrices(c.hidden_size, c.intermediate_of(i)),
-            Some(Experts { stands_beside: true, .. }) => {
+            None | Some(Experts { stands_beside: true, .. }) => {
                 MlpNames::of(c.architecture).matrices(c.hidden_size, c.intermediate_of(i))
             }
             Some(Experts { shared: Some(shared), .. }) => {

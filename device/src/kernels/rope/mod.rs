@@ -3,12 +3,12 @@
 //!
 //! q: [rows, kv_heads, group, d], rotated in place; k, v: [rows, kv_heads, d]; q_norm, k_norm: [d], optional;
 //! frequencies: [d/2] f32; k_cache, v_cache: [kv_heads, context, d]. Without k and v, and caches, there is nothing to
-//! append: another's is attended to. Where `norms_values`, values are normalised, too, without weights. Row r stands at position p = first_pos + r and
-//! turns pair i by the angle p * frequencies[i], in f32. Pairs are (x[i], x[i + d/2]). Where only the first 2 * t
-//! elements of a head are turned (`turned_pairs` is t), the first t are (x[i], x[i + t]); the others, of frequency 0,
-//! are (x[i + t], x[i + d/2]), what is left. Pair i always comes to elements i and i + d/2: so queries and keys are in
-//! another order than they came, one and the same, which their products do not see. What is turned is multiplied by
-//! `factor` (YaRN's and LongRoPE's).
+//! append: another's is attended to. Where `norms_values`, values are normalised, too, without weights. Row r stands at
+//! position p = first_pos + r and turns pair i by the angle p * frequencies[i], in f32. Pairs are (x[i], x[i + d/2]).
+//! Where only the first 2 * t elements of a head are turned (`turned_pairs` is t), the first t are (x[i], x[i + t]);
+//! the others, of frequency 0, are (x[i + t], x[i + d/2]), what is left. Pair i always comes to elements i and i + d/2:
+//! so queries and keys are in another order than they came, one and the same, which their products do not see. What is
+//! turned is multiplied by `factor` (YaRN's and LongRoPE's).
 
 use super::*;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -297,7 +297,8 @@ impl Turn {
     }
 }
 
-/// Appends the value `v` of row `r` and head `h` to `v_cache`, normalised if `eps` is there: a lane's share.
+/// Appends the value `v` of row `r` and head `h` to `v_cache`, at position `pos`, normalised if it `is_normed`: a
+/// lane's share.
 ///
 /// # Safety
 /// Every lane of the warp makes this same call. The operands are [`Rope`]'s, the value is there, and the cache has

@@ -2,8 +2,8 @@
 //!
 //! - A [`RmsNorm`] whose result only products read goes into them: each normalises its row itself.
 //! - A [`SelectRow`] of one row is that row: who reads it reads what it was selected from.
-//! - [`Rope`] and the [`Attention`] over the cache it appends to become one [`DecodeAttention`]; in the pass over a
-//!   batch, too, in which each sequence has them for itself, over its own row.
+//! - [`Rope`] and the [`Attention`] over the cache it appends to, or another's, become one [`DecodeAttention`]; in the
+//!   pass over a batch, too, in which each sequence has them for itself, over its own row.
 //!
 //! An operator goes where its last reader is, so nothing it reads may be written in between, and nothing else may read
 //! what it no longer makes. Tensors that nobody makes any more stay in the table, without bytes.

@@ -256,6 +256,12 @@ impl Before {
     }
 }
 
+/// Whether `op` has no operand beyond `last`, but, if it is a norm, what it multiplies all with.
+fn has_no_more(op: &BlockOp, task_type: u16, last: usize) -> bool {
+    let is_scale = |slot: usize| task_type == RmsNorm::TASK_TYPE && slot == rms_norm::slot::SCALE;
+    op.accesses.iter().enumerate().skip(last + 1).all(|(slot, access)| access.is_none() || is_scale(slot))
+}
+
 impl BetweenProducts {
     /// Operator `at` of `lowered`, if it is one; `touching` has the operators that touch each buffer, in order.
     fn of(
@@ -300,7 +306,7 @@ impl BetweenProducts {
             let made = Access { tensor: x, kind: AccessKind::Write, map: slots.of_part };
             let columns = table[x].shape.get(1).map_or(0, |n| n.div_ceil(op.grid[0] as usize));
             op.accesses[slots.y] == Some(made)
-                && op.accesses[slots.y.max(rms_norm::slot::RESIDUAL) + 1..].iter().all(Option::is_none)
+                && has_no_more(op, k.task_type, slots.y.max(rms_norm::slot::RESIDUAL))
                 && (k.task_type != Linear::TASK_TYPE || columns <= linear::MOST_WEIGHTED as usize && is_plain(&k))
         };
         let eps = kernels::params::<rms_norm::Params>(&kernel.params).eps;

@@ -255,12 +255,13 @@ fn cut(op: &Operator, graph: &KernelGraph, target: &Target) -> BlockOp {
             AxisRole::Rows => row_blocks(op, axis, table, target, heads),
         };
     }
-    let accesses = spec.slots.iter().zip(&op.slots).enumerate().map(|(slot, (declared, tensor))| {
+    let accesses = spec.slots.iter().zip(&op.slots).enumerate().map(|(slot, (_, tensor))| {
         let mut map = [None; GRID_AXES];
         for (axis, entry) in op.axes.iter().zip(&mut map) {
             *entry = axis.dims[slot];
         }
-        tensor.map(|tensor| Access { tensor, kind: declared.usage.into(), map })
+        let usage = kernels::use_of(spec, slot, |slot| op.slots[slot].is_some());
+        tensor.map(|tensor| Access { tensor, kind: usage.into(), map })
     });
     let row_axis = op.axes.iter().position(|axis| axis.role == AxisRole::Rows);
     BlockOp {

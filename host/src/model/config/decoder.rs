@@ -37,7 +37,7 @@ pub struct DecoderConfig {
     pub rms_norm_eps: f64,
     /// Per layer, how positions turn queries and keys.
     pub ropes: Vec<Rope>,
-    /// What scores are multiplied with: 1 / sqrt([`Heads::dim`]), unless the file has another number.
+    /// What scores are multiplied with: 1 / sqrt([`Heads::dim`]), unless the file has another number; in Gemma 4, 1.
     pub attention_scale: f64,
     /// What embeddings are multiplied with.
     pub embedding_scale: f64,
@@ -404,9 +404,10 @@ pub(super) fn decoder(
         Some(is_tied) => is_tied,
         None => fields.flag("tie_word_embeddings")?.unwrap_or(traits.tie_word_embeddings),
     };
+    let vocab_size = size("vocab_size", 1..=MAX_VOCAB, [262_208, 262_144])?;
     Ok(DecoderConfig {
         architecture,
-        vocab_size: size("vocab_size", 1..=MAX_VOCAB, [262_208, 262_144])?,
+        vocab_size,
         hidden_size,
         intermediate_size,
         n_layers,
@@ -426,8 +427,8 @@ pub(super) fn decoder(
             _ => multiplier("embedding_multiplier")? / added,
         },
         logits_divisor: multiplier("logits_scaling")?,
-        logits_cap: if is_gemma4 { fields.real("final_logit_softcapping", SCALARS)? } else { None },
-        layer_inputs: if is_gemma4 { gemma4::layer_inputs(fields, architecture)? } else { None },
+        logits_cap: if is_gemma4 { fields.real("final_logit_softcapping", 1e-3..=1e3)? } else { None },
+        layer_inputs: if is_gemma4 { gemma4::layer_inputs(fields, architecture, vocab_size)? } else { None },
         scales_layers: is_gemma4,
         norms_values: is_gemma4,
         doubles_mlps: is_gemma4 && fields.flag("use_double_wide_mlp")?.unwrap_or(false),
@@ -816,7 +817,8 @@ fn experts(
     const MOST: usize = routing::MAX_EXPERTS as usize;
     let Some(mixture) = architecture.traits().mixture else { return Ok(None) };
     let key = mixture.keys.iter().find(|key| fields.get(key).is_some()).unwrap_or(&mixture.keys[0]);
-    let n = fields.whole(key, usize::from(mixture.sparse != Sparse::Stepped)..=MOST)?.unwrap_or(mixture.n);
+    let may_be_none = matches!(mixture.sparse, Sparse::Stepped | Sparse::IfSaid { .. });
+    let n = fields.whole(key, usize::from(!may_be_none)..=MOST)?.unwrap_or(mixture.n);
     let sigmoids = sigmoids(fields, mixture)?;
     let said = fields.flag("norm_topk_prob")?;
     let normalise = match mixture.normalises {

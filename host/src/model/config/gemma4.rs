@@ -15,7 +15,11 @@ pub(super) fn sees_all(fields: &Fields<'_>) -> Result<bool, ModelError> {
 }
 
 /// The vectors of each token that are a layer's own.
-pub(super) fn layer_inputs(fields: &Fields<'_>, architecture: Architecture) -> Result<Option<LayerInputs>, ModelError> {
+pub(super) fn layer_inputs(
+    fields: &Fields<'_>,
+    architecture: Architecture,
+    vocab_size: usize,
+) -> Result<Option<LayerInputs>, ModelError> {
     const KEY: &str = "hidden_size_per_layer_input";
     if architecture == Architecture::Gemma4Unified {
         return Ok(None);
@@ -23,7 +27,12 @@ pub(super) fn layer_inputs(fields: &Fields<'_>, architecture: Architecture) -> R
     // Null says that there are none.
     let otherwise = if fields.has(KEY) { 0 } else { 256 };
     let dim = fields.whole(KEY, 0..=MAX_HIDDEN / 8)?.unwrap_or(otherwise);
-    let vocab_size = fields.whole("vocab_size_per_layer_input", 1..=MAX_VOCAB)?.unwrap_or(262_144);
+    const ROWS: &str = "vocab_size_per_layer_input";
+    let rows = fields.whole(ROWS, 1..=MAX_VOCAB)?.unwrap_or(262_144);
+    if dim > 0 && rows < vocab_size {
+        return Err(fields.wrong(ROWS, format!("at least vocab_size, {vocab_size}")));
+    }
+    let vocab_size = rows;
     Ok((dim > 0).then_some(LayerInputs { vocab_size, dim }))
 }
 
@@ -45,9 +54,15 @@ pub(super) fn heads(
     let values_are_keys = fields.flag("attention_k_eq_v")?.unwrap_or(false);
     let mut heads = vec![usual; slides.len()];
     const EACH: &str = "per_layer_config";
-    match fields.object(EACH)? {
-        Some(layers) => {
-            for (key, _) in layers.entries() {
+    for key in ["head_dim", KV_HEADS, "sliding_window"] {
+        if fields.has(key) && fields.get(key).is_none() {
+            return Err(fields.wrong(key, "a number"));
+        }
+    }
+    match fields.has(EACH) {
+        true => {
+            let layers = fields.object(EACH)?;
+            for (key, layers) in layers.iter().flat_map(|layers| layers.entries().map(move |(key, _)| (key, layers))) {
                 let layer = key.parse::<usize>().ok().filter(|layer| *layer < slides.len());
                 let (Some(layer), Some(given)) = (layer, layers.object(key)?) else {
                     return Err(layers.unsupported(key, format!("numbers of layers, below {}", slides.len())));
@@ -55,7 +70,7 @@ pub(super) fn heads(
                 if let Some((other, _)) = given.entries().find(|(key, _)| !["head_dim", KV_HEADS].contains(key)) {
                     return Err(given.unsupported(other, format!("head_dim, {KV_HEADS}")));
                 }
-                set(&given, &mut heads[layer], ["head_dim", KV_HEADS], n_heads)?;
+                set(&given, &mut heads[layer], "head_dim", Some(KV_HEADS), n_heads)?;
             }
             let of_type = |sliding: bool| (0..slides.len()).filter(move |layer| slides[*layer] == sliding);
             let is_same = |sliding| {
@@ -65,11 +80,14 @@ pub(super) fn heads(
                 return Err(fields.unsupported(EACH, "one head_dim for all layers of a type"));
             }
         }
-        None => {
+        false => {
+            const DIM: &str = "global_head_dim";
+            if fields.has(DIM) && fields.get(DIM).is_none() {
+                return Err(fields.wrong(DIM, "a number"));
+            }
             for (of, _) in heads.iter_mut().zip(slides).filter(|(_, slides)| !**slides) {
                 (of.dim, of.rotary_dim) = (512, 512);
-                let kv_heads = if values_are_keys { "num_global_key_value_heads" } else { "" };
-                set(fields, of, ["global_head_dim", kv_heads], n_heads)?;
+                set(fields, of, DIM, values_are_keys.then_some("num_global_key_value_heads"), n_heads)?;
             }
         }
     }
@@ -96,7 +114,8 @@ const KV_HEADS: &str = "num_key_value_heads";
 fn set(
     given: &Fields<'_>,
     heads: &mut Heads,
-    [dim, kv_heads]: [&'static str; 2],
+    dim: &'static str,
+    kv_heads: Option<&'static str>,
     n_heads: usize,
 ) -> Result<(), ModelError> {
     if let Some(n) = given.whole(dim, 1..=MAX_HEAD_DIM)? {
@@ -105,11 +124,14 @@ fn set(
         }
         (heads.dim, heads.rotary_dim) = (n, n);
     }
-    if let Some(n) = given.whole(kv_heads, 1..=MAX_HEADS)? {
-        heads.n_kv = n;
+    let Some(key) = kv_heads else { return Ok(()) };
+    match given.whole(key, 1..=MAX_HEADS)? {
+        Some(n) if !n_heads.is_multiple_of(n) => {
+            Err(given.wrong(key, format!("a divisor of num_attention_heads, {n_heads}")))
+        }
+        n => {
+            heads.n_kv = n.unwrap_or(heads.n_kv);
+            Ok(())
+        }
     }
-    if !n_heads.is_multiple_of(heads.n_kv) {
-        return Err(given.wrong(kv_heads, format!("a divisor of num_attention_heads, {n_heads}")));
-    }
-    Ok(())
 }

@@ -190,6 +190,9 @@ pub(super) fn ropes(
     let traits = architecture.traits();
     let filled = |key| Ok::<_, ModelError>(fields.object(key)?.filter(|given| given.entries().next().is_some()));
     let (old, new) = (filled("rope_scaling")?, filled("rope_parameters")?);
+    if architecture.is_gemma4() && new.is_none() && fields.get("rope_parameters").is_some() {
+        return Err(fields.wrong("rope_parameters", "keys for each type of layer"));
+    }
     if traits.ropes_by_type {
         return ropes_by_type(fields, architecture, [old, new], max_position_embeddings, head_dim);
     }
@@ -286,6 +289,12 @@ fn ropes_by_type(
         if let Some(missing) = LAYER_TYPES.iter().find(|kind| is_used(kind) && new.get(kind).is_none()) {
             return Err(new.wrong(missing, "an object"));
         }
+        for kind in LAYER_TYPES {
+            // A base beside all other keys is not heeded.
+            if let Some(of_type) = new.object(kind)?.filter(|of_type| of_type.get("rope_theta").is_none()) {
+                return Err(of_type.wrong("rope_theta", "a number"));
+            }
+        }
     } else if architecture.is_gemma4() {
         let full = Rope { theta: 1e6, scaling: RopeScaling::Proportional { part: 0.25, factor: 1.0 } };
         let sliding = Rope { theta: 1e4, scaling: RopeScaling::Default };
@@ -326,8 +335,10 @@ fn ropes_by_type(
         full = Fields::new(fields.path(), &merged_value)?.object("rope_scaling")?;
     }
     let full = of(full, theta)?;
-    if architecture.is_gemma4() && matches!(full.scaling, RopeScaling::LongRope { .. }) {
-        // There would be as many of its numbers as the wider heads have pairs.
+    if architecture.is_gemma4()
+        && [&full, &sliding].iter().any(|rope| matches!(rope.scaling, RopeScaling::LongRope { .. }))
+    {
+        // There would be as many of its numbers as the heads of each type have pairs.
         return Err(fields.unsupported("rope_parameters", "all but longrope for this architecture"));
     }
     Ok(Ropes { full, sliding, dim: head_dim, most_positions: MAX_POSITIONS })

@@ -469,6 +469,19 @@ fn gemma_4() {
     assert_eq!((unified.windows[0], unified.max_position_embeddings), (Some(1024), 262_144));
 
     let ropes = |full: Value| json!({ "rope_parameters": { "full_attention": full, "sliding_attention": null } });
+    // Null says that no layer differs, and of other keys nothing.
+    let with_null = |key: &str| {
+        let mut file = text.clone();
+        file[key] = Value::Null;
+        file
+    };
+    assert!(decoder_of(&with_null("per_layer_config")).heads.iter().all(|heads| (heads.n_kv, heads.dim) == (1, 256)));
+    for key in ["head_dim", "num_key_value_heads", "sliding_window", "global_head_dim"] {
+        let message = parse(&with_null(key)).expect_err(key).to_string();
+        assert!(message.contains(&format!("{key}: missing, expected a number")), "{message}");
+    }
+    let none = json!({ "enable_moe_block": false, "num_experts": 0 });
+    assert_eq!(decoder_of(&with(text.clone(), &none)).experts, None);
     for (change, expected) in [
         (json!({ "use_bidirectional_attention": "all" }), "use_bidirectional_attention: \"all\""),
         (json!({ "num_kv_shared_layers": 2, "layer_types": ["full_attention"] }), "layer_types: 1 entries"),
@@ -482,6 +495,10 @@ fn gemma_4() {
         (json!({ "enable_moe_block": true, "num_experts": 8, "top_k_experts": 2 }), "moe_intermediate_size: missing"),
         (json!({ "enable_moe_block": true, "top_k_experts": 2, "moe_intermediate_size": 8 }), "num_experts: missing"),
         (json!({ "final_logit_softcapping": 0.0 }), "final_logit_softcapping: 0.0, expected"),
+        (json!({ "final_logit_softcapping": 1e6 }), "final_logit_softcapping: 1000000.0, expected"),
+        (json!({ "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 8 }), "at least vocab_size, 262144"),
+        (ropes(json!({ "rope_type": "default" })), "rope_theta: missing, expected a number"),
+        (json!({ "rope_parameters": {} }), "rope_parameters"),
         (ropes(json!({ "rope_type": "default", "rope_theta": 1e4 })), "sliding_attention: missing, expected an object"),
     ] {
         let message = parse(&with(text.clone(), &change)).expect_err(expected).to_string();
