@@ -497,7 +497,11 @@ fn gemma_4() {
         (json!({ "final_logit_softcapping": 0.0 }), "final_logit_softcapping: 0.0, expected"),
         (json!({ "final_logit_softcapping": 1e6 }), "final_logit_softcapping: 1000000.0, expected"),
         (json!({ "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 8 }), "at least vocab_size, 262144"),
-        (ropes(json!({ "rope_type": "default" })), "rope_theta: missing, expected a number"),
+        (
+            json!({ "rope_parameters": { "full_attention": { "rope_type": "default" },
+                                         "sliding_attention": { "rope_theta": 1e4 } } }),
+            "full_attention.rope_theta: missing, expected a number",
+        ),
         (json!({ "rope_parameters": {} }), "rope_parameters"),
         (ropes(json!({ "rope_type": "default", "rope_theta": 1e4 })), "sliding_attention: missing, expected an object"),
     ] {
