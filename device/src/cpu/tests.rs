@@ -691,7 +691,9 @@ mod linear {
                 let tolerance = 1.2 * off + unit(yd) * (e.abs() + 1.0);
                 // An infinite output may come of a finite sum's rounding only where f16 ends. With activations in two
                 // terms an infinite weight may give NaN, of which activations make what they will.
-                let is_lost = (on_unit || in_pairs) && (e.is_infinite() || off.is_infinite());
+                // A cap leaves no infinity to be seen.
+                let is_capped = activation & !MULTIPLIES > Activation::GeluTanh.number();
+                let is_lost = (on_unit || in_pairs) && (e.is_infinite() || is_capped && off.is_infinite());
                 prop_assert!(is_lost || near(*e, *g, tolerance), "{} [{r}, {c}]: {g}, expected {e} +- {tolerance}", isa.name());
             }
         }

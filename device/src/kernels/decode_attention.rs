@@ -2,12 +2,12 @@
 //! to the cache, if there are such, and causal [`attention`](super::attention) over it, in one task a head or, `split`,
 //! in several.
 //!
-//! q: [1, kv_heads, group, d]; k, v: [1, kv_heads, d], or absent, and then nothing is appended; q_norm, k_norm: [d], optional; frequencies: [d/2] f32; k_cache,
-//! v_cache: [kv_heads, context, d]; y: [1, kv_heads, group, d]. q, k and v are only read: the turned query stays in
-//! shared memory, group * d at most [`MAX_QUERY`]; sinks: as `attention`'s. Split as `attention` is, block axis 1
-//! saying which share of the positions is the task's, y is [kv_heads, 1, group, 4 + d] for
-//! [`attention_merge`](super::attention_merge); the task whose share ends with the pass's position appends. f32
-//! accumulation; keys and values count as the cache keeps them.
+//! q: [1, kv_heads, group, d]; k, v: [1, kv_heads, d], or absent, and then nothing is appended; q_norm, k_norm: [d],
+//! optional; frequencies: [d/2] f32; k_cache, v_cache: [kv_heads, context, d]; y: [1, kv_heads, group, d]. q, k and v
+//! are only read: the turned query stays in shared memory, group * d at most [`MAX_QUERY`]; sinks: as `attention`'s.
+//! Split as `attention` is, block axis 1 saying which share of the positions is the task's, y is [kv_heads, 1, group,
+//! 4 + d] for [`attention_merge`](super::attention_merge); the task whose share ends with the pass's position appends.
+//! f32 accumulation; keys and values count as the cache keeps them.
 
 #[cfg(not(target_arch = "nvptx64"))]
 use super::attention::FOUND;

@@ -30,10 +30,10 @@ pub enum Architecture {
     /// `Gemma3ForCausalLM`, and the text half of `Gemma3ForConditionalGeneration`: norms before and after attention and
     /// MLP, windows in most layers, which turn positions by a base of their own.
     Gemma3,
-    /// `Gemma4ForCausalLM`, and the text half of `Gemma4ForConditionalGeneration`: Gemma 3 whose layers without a window
-    /// have wider heads, values that may be the keys, and norms on them. The last layers may attend to what earlier
-    /// ones have in their caches; each layer may have a vector of each token of its own; beside the MLP there may be
-    /// experts; logits may be capped.
+    /// `Gemma4ForCausalLM`, and the text half of `Gemma4ForConditionalGeneration`: Gemma 3 whose layers without a
+    /// window have wider heads, values that may be the keys, and norms on them. The last layers may attend to what
+    /// earlier ones have in their caches; each layer may have a vector of each token of its own; beside the MLP there
+    /// may be experts; logits may be capped.
     Gemma4,
     /// `Gemma4UnifiedForCausalLM`, and the text half of `Gemma4UnifiedForConditionalGeneration`: the same without
     /// vectors of layers, and without experts.
