@@ -54,41 +54,34 @@ pub(super) fn heads(
     let values_are_keys = fields.flag("attention_k_eq_v")?.unwrap_or(false);
     let mut heads = vec![usual; slides.len()];
     const EACH: &str = "per_layer_config";
-    for key in ["head_dim", KV_HEADS, "sliding_window"] {
-        if fields.has(key) && fields.get(key).is_none() {
-            return Err(fields.wrong(key, "a number"));
-        }
+    const WIDE: &str = "global_head_dim";
+    // Null there says that no layer differs.
+    let is_by_layer = fields.has(EACH);
+    let numbers = ["head_dim", KV_HEADS, "sliding_window", WIDE];
+    let numbers = &numbers[..if is_by_layer { 3 } else { 4 }];
+    if let Some(null) = numbers.iter().find(|key| fields.has(key) && fields.get(key).is_none()) {
+        return Err(fields.wrong(null, "a number"));
     }
-    match fields.has(EACH) {
-        true => {
-            let layers = fields.object(EACH)?;
-            for (key, layers) in layers.iter().flat_map(|layers| layers.entries().map(move |(key, _)| (key, layers))) {
-                let layer = key.parse::<usize>().ok().filter(|layer| *layer < slides.len());
-                let (Some(layer), Some(given)) = (layer, layers.object(key)?) else {
-                    return Err(layers.unsupported(key, format!("numbers of layers, below {}", slides.len())));
-                };
-                if let Some((other, _)) = given.entries().find(|(key, _)| !["head_dim", KV_HEADS].contains(key)) {
-                    return Err(given.unsupported(other, format!("head_dim, {KV_HEADS}")));
-                }
-                set(&given, &mut heads[layer], "head_dim", Some(KV_HEADS), n_heads)?;
-            }
-            let of_type = |sliding: bool| (0..slides.len()).filter(move |layer| slides[*layer] == sliding);
-            let is_same = |sliding| {
-                of_type(sliding).all(|at| of_type(sliding).next().map(|n| heads[n].dim) == Some(heads[at].dim))
+    if let Some(layers) = fields.object(EACH)? {
+        for (key, _) in layers.entries() {
+            let layer = key.parse::<usize>().ok().filter(|layer| *layer < slides.len());
+            let (Some(layer), Some(given)) = (layer, layers.object(key)?) else {
+                return Err(layers.unsupported(key, format!("numbers of layers, below {}", slides.len())));
             };
-            if ![true, false].into_iter().all(is_same) {
-                return Err(fields.unsupported(EACH, "one head_dim for all layers of a type"));
+            if let Some((other, _)) = given.entries().find(|(key, _)| !["head_dim", KV_HEADS].contains(key)) {
+                return Err(given.unsupported(other, format!("head_dim, {KV_HEADS}")));
             }
+            set(&given, &mut heads[layer], "head_dim", Some(KV_HEADS), n_heads)?;
         }
-        false => {
-            const DIM: &str = "global_head_dim";
-            if fields.has(DIM) && fields.get(DIM).is_none() {
-                return Err(fields.wrong(DIM, "a number"));
-            }
-            for (of, _) in heads.iter_mut().zip(slides).filter(|(_, slides)| !**slides) {
-                (of.dim, of.rotary_dim) = (512, 512);
-                set(fields, of, DIM, values_are_keys.then_some("num_global_key_value_heads"), n_heads)?;
-            }
+        let dims =
+            |sliding: bool| heads.iter().zip(slides).filter(move |(_, of)| **of == sliding).map(|(of, _)| of.dim);
+        if [true, false].into_iter().any(|sliding| dims(sliding).any(|dim| Some(dim) != dims(sliding).next())) {
+            return Err(fields.unsupported(EACH, "one head_dim for all layers of a type"));
+        }
+    } else if !is_by_layer {
+        for (of, _) in heads.iter_mut().zip(slides).filter(|(_, slides)| !**slides) {
+            (of.dim, of.rotary_dim) = (512, 512);
+            set(fields, of, WIDE, values_are_keys.then_some("num_global_key_value_heads"), n_heads)?;
         }
     }
     const SHARED: &str = "num_kv_shared_layers";
