@@ -489,6 +489,7 @@ mod tests {
             accesses: Vec::new(),
             row_axis: None,
             rows: 0,
+            head_axis: None,
             kernel: None,
         };
         let blocks = ThreadBlockGraph { ops: vec![op], ..Default::default() };

@@ -529,7 +529,7 @@ fn tensors_of_no_graph_are_refused_by_name() {
         message(graph.attention("a", far, [x, x], attends)),
         message(graph.attention("a", q, [far, x], attends)),
         message(graph.attention("a", q, [x, x], AttentionArgs { sinks: Some(far), ..attends })),
-        message(graph.attend_each("a", rope(far, x), attends, |_| Ok([x, x]))),
+        message(graph.attend_each("a", rope(far, x), far, attends, |_| Ok([x, x].into()))),
         message(graph.select_row("a", far)),
         message(graph.pool("a", far, Pooled::Mean, false)),
         message(graph.sample("a", far, x)),

@@ -19,6 +19,7 @@ fn op(name: &str, grid: [u32; 3], accesses: Vec<Access>) -> BlockOp {
         accesses: accesses.into_iter().map(Some).collect(),
         row_axis: None,
         rows: 1,
+        head_axis: None,
         kernel: None,
     }
 }

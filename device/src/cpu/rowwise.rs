@@ -375,7 +375,8 @@ impl Body for Rope<'_> {
                     continue;
                 }
                 turn(Row::of(&self.k, [r, h, 0], d), k_norm, Row::of(&self.k_cache, [h, pos, 0], d));
-                let (v, y) = (Row::of(&self.v, [r, h, 0], d), Row::of(&self.v_cache, [h, pos, 0], d));
+                let n = self.v.extent(2);
+                let (v, y) = (Row::of(&self.v, [r, h, 0], n), Row::of(&self.v_cache, [h, pos, 0], n));
                 // SAFETY: the level exists (caller).
                 unsafe {
                     let scale = if self.params.norms_values != 0 {

@@ -1401,8 +1401,10 @@ fn rope(random: &mut Random, round: usize) {
     // Now and then there is nothing to append.
     let appends = random.below(4) > 0;
     let (dtype, cached) = if by_eights { (DType::F32, DType::Bf16) } else { (random.dtype(), random.dtype()) };
+    // Values may be of another size.
+    let n = if random.below(4) > 0 { d } else { random.one_to(300) };
     case.push_placed(random, dtype, &[rows, heads, group, d], Random::float, by_eights);
-    for extent in [&[rows, heads, d][..], &[rows, heads, d]] {
+    for extent in [&[rows, heads, d][..], &[rows, heads, n]] {
         if appends { case.push_placed(random, dtype, extent, Random::float, by_eights) } else { case.absent() }
     }
     case.maybe(random, &[d]);
@@ -1412,7 +1414,7 @@ fn rope(random: &mut Random, round: usize) {
         case.absent()
     }
     case.push(random, DType::F32, &[d / 2], |random| random.float().abs());
-    for extent in [&[heads, context, d][..], &[heads, context, d]] {
+    for extent in [&[heads, context, d][..], &[heads, context, n]] {
         if appends { case.push_placed(random, cached, extent, Random::float, by_eights) } else { case.absent() }
     }
     if by_eights {

@@ -122,6 +122,7 @@ impl MacroKernel for DecodeAttention {
             return Err(format!("`q` has {group} x {d} elements a key/value head, expected at most {MAX_QUERY}"));
         }
         rules::extent("v_cache", v_cache, 1, k_cache.extent[1])?;
+        rules::extent("v_cache", v_cache, 2, d)?;
         attention::check_sinks(sinks, q)?;
         rules::rank("y", y, 4)?;
         rules::unit_stride("y", y)?;

@@ -44,6 +44,8 @@ pub enum AxisRole {
     Columns,
     /// Key/value heads.
     Heads,
+    /// Heads, one a block: its operands are that head's, without the dimension that this axis cuts.
+    SingleHeads,
     /// Columns of every head, cut where workers are more than heads.
     HeadColumns,
     /// Cut into exactly as many blocks as it is long.
@@ -570,6 +572,30 @@ impl KernelGraph {
         Ok(y)
     }
 
+    /// y[r,h,:] = x[r,h,:] . w[h,:,:]^T, a linear layer a head, into `y`, `[rows, heads, n]`; w: `[heads, n, k]`; x:
+    /// `[rows, heads, k]`, or `[rows, k]`, which is every head's.
+    pub fn linear_of_heads(&mut self, name: &str, x: TensorId, w: TensorId, y: TensorId) -> Result<(), GraphError> {
+        let [heads, n, _] = self.dims_of(name, "w", w)?;
+        let [rows, of_y, _] = self.dims_of(name, "y", y)?;
+        let of_x = self.dims(name, x)?;
+        let has_heads = of_x.len() == 3;
+        for (name_of, found) in [("y", of_y), ("x", if has_heads { of_x[1] } else { heads })] {
+            if found != heads {
+                let what = format!("`{name_of}` has {found} heads, expected {heads}");
+                return Err(GraphError::Operator { op: name.to_owned(), what });
+            }
+        }
+        use kernels::linear::slot::{W, X, Y};
+        let params = kernels::linear::Params { activation: Activation::None.number(), ..Default::default() };
+        let each = [(W, 0), (Y, 1), (X, 1)];
+        let each = if has_heads { &each[..] } else { &each[..2] };
+        let heads = Cut { len: heads, role: AxisRole::SingleHeads, dims: each };
+        let columns = Cut { len: n, role: AxisRole::HeadColumns, dims: &[(W, 1), (Y, 2)] };
+        let rows = Cut::rows(rows, &[(X, 0), (Y, 0)]);
+        let operands = [(X, Some(x)), (W, Some(w)), (Y, Some(y))];
+        self.add::<kernels::Linear>(name, &params, &operands, &[heads, columns, rows])
+    }
+
     /// y = activation(x . gate^T) * (x . up^T).
     pub fn gated_linear(
         &mut self,
@@ -687,16 +713,18 @@ impl KernelGraph {
         self.add::<kernels::Attention>(name, &params, &operands, &[heads, rows])
     }
 
-    /// [`KernelGraph::rope`] and [`KernelGraph::attention`] of every sequence's row over its own cache, as `[sequences,
-    /// kv_heads * group * d]`. `cache` gives that of the sequence that operators are added for.
+    /// [`KernelGraph::rope`], and [`KernelGraph::attention`] with `queries`, of every sequence's row over its own caches,
+    /// as `[sequences, kv_heads * group * d]`. `caches` gives those of the sequence that operators are added for.
     pub fn attend_each(
         &mut self,
         name: &str,
         rope: RopeArgs,
+        queries: TensorId,
         args: AttentionArgs,
-        mut cache: impl FnMut(&mut KernelGraph) -> Result<[TensorId; 2], GraphError>,
+        mut caches: impl FnMut(&mut KernelGraph) -> Result<Caches, GraphError>,
     ) -> Result<TensorId, GraphError> {
-        let [_, n_kv, group, d] = self.dims_of(name, "q", rope.q)?;
+        let [_, n_kv, group, d] = self.dims_of(name, "q", queries)?;
+        self.dims_of::<4>(name, "q", rope.q)?;
         let flat = self.intermediate(&format!("{name}.attention"), &[self.sequences, n_kv * group * d], DType::F32)?;
         self.each_sequence(|graph, sequence| {
             let q = graph.row_of(rope.q, sequence)?;
@@ -705,9 +733,10 @@ impl KernelGraph {
                 None => None,
             };
             let y = graph.row(flat, sequence, &[1, n_kv, group, d])?;
-            let cache = cache(graph)?;
-            graph.rope(&format!("{name}.rope.{sequence}"), RopeArgs { q, kv, ..rope }, cache)?;
-            graph.attention_into(&format!("{name}.attention.{sequence}"), q, cache, y, args)
+            let caches = caches(graph)?;
+            graph.rope(&format!("{name}.rope.{sequence}"), RopeArgs { q, kv, ..rope }, caches.appended)?;
+            let queries = if queries == rope.q { q } else { graph.row_of(queries, sequence)? };
+            graph.attention_into(&format!("{name}.attention.{sequence}"), queries, caches.attended, y, args)
         })?;
         Ok(flat)
     }
@@ -943,8 +972,13 @@ impl KernelGraph {
         if let Some(cut) = &op.cut {
             judge_cut(spec, cut).map_err(fail)?;
         } else {
-            let io: Vec<Operand> =
-                op.slots.iter().map(|slot| slot.map_or(Operand::ABSENT, |t| whole_operand(&self.table[t]))).collect();
+            let heads = op.axes.iter().find(|axis| axis.role == AxisRole::SingleHeads);
+            let operand = |(slot, tensor): (usize, &Option<TensorId>)| {
+                let Some(tensor) = *tensor else { return Operand::ABSENT };
+                let whole = whole_operand(&self.table[tensor]);
+                heads.and_then(|axis| axis.dims[slot]).map_or(whole, |dim| of_one_head(whole, dim))
+            };
+            let io: Vec<Operand> = op.slots.iter().enumerate().map(operand).collect();
             spec.check(&op.kernel.params, &io).map_err(fail)?;
         }
         self.names.insert(op.name.clone());
@@ -984,12 +1018,12 @@ fn judge_cut(spec: &Spec, cut: &BlockOp) -> Result<(), String> {
             return Err(format!("operand `{name}` is given as {:?}, expected {fitting:?}", access.kind));
         }
     }
-    match cut.row_axis {
-        Some(axis) if usize::from(axis) >= GRID_AXES => {
-            Err(format!("rows are cut by axis {axis}, expected one of {GRID_AXES}"))
+    for (what, axis) in [("rows are cut", cut.row_axis), ("heads are given", cut.head_axis)] {
+        if let Some(axis) = axis.filter(|axis| usize::from(*axis) >= GRID_AXES) {
+            return Err(format!("{what} by axis {axis}, expected one of {GRID_AXES}"));
         }
-        _ => Ok(()),
     }
+    Ok(())
 }
 
 /// Which row [`KernelGraph::pool`] makes of several.
@@ -1086,6 +1120,22 @@ pub struct AttentionArgs {
     pub sinks: Option<TensorId>,
 }
 
+/// A layer's caches of keys and values, `[kv_heads, context, d]` each: what is appended to, and what is attended to.
+#[derive(Clone, Copy, Debug)]
+pub struct Caches {
+    /// What [`KernelGraph::rope`] takes.
+    pub appended: [TensorId; 2],
+    /// What [`KernelGraph::attention`] takes.
+    pub attended: [TensorId; 2],
+}
+
+impl From<[TensorId; 2]> for Caches {
+    /// The same for both.
+    fn from(both: [TensorId; 2]) -> Caches {
+        Caches { appended: both, attended: both }
+    }
+}
+
 /// What [`KernelGraph::rope`] takes, but for the cache.
 #[derive(Clone, Copy, Debug)]
 pub struct RopeArgs {
@@ -1149,6 +1199,17 @@ pub fn whole_operand(tensor: &DTensor) -> Operand {
         operand.extent[dim] = tensor.shape[dim] as u32;
         operand.stride_elems[dim] = tensor.strides[dim] as u32;
     }
+    operand
+}
+
+/// `operand` of a head alone, which are its dimension `dim`.
+pub(super) fn of_one_head(mut operand: Operand, dim: u8) -> Operand {
+    let (first, end) = (usize::from(dim), usize::from(operand.rank));
+    for of in [&mut operand.extent, &mut operand.stride_elems] {
+        of[first..end].rotate_left(1);
+        of[end - 1] = 0;
+    }
+    operand.rank -= 1;
     operand
 }
 

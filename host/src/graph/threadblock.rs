@@ -5,8 +5,8 @@
 //! cuts no dimension of a tensor replicates it. From grid and maps follow the tasks, the region each one touches, its
 //! operands' addresses, and (in [`crate::graph::task`]) the dependencies.
 //!
-//! Laws ([`ThreadBlockGraph::check`]): grids and maps are in range; no two axes cut one dimension of a tensor; a tensor
-//! that is written (other than by reduction or appending) is cut by every grid axis with more than one block, so that
+//! Laws ([`ThreadBlockGraph::check`]): grids and maps are in range; no two axes cut one dimension of a tensor; an axis
+//! that gives each block a head has as many blocks as there are heads; a tensor that is written (other than by reduction or appending) is cut by every grid axis with more than one block, so that
 //! no two blocks write the same element.
 
 use super::tensor::{BufferKind, TensorId, TensorTable};
@@ -95,6 +95,9 @@ pub struct BlockOp {
     pub row_axis: Option<u8>,
     /// Rows (tokens) that axis cuts.
     pub rows: u32,
+    /// The grid axis that gives each block a head, if one does: of the dimension that it cuts, into single ones, blocks'
+    /// operands know nothing.
+    pub head_axis: Option<u8>,
     /// What its blocks run; `None` in a graph that is only planned, not executed.
     pub kernel: Option<KernelCall>,
 }
@@ -190,6 +193,15 @@ impl ThreadBlockGraph {
                         ));
                     } else if seen.contains(&dim) {
                         report(format!("two grid axes cut dimension {dim} of tensor {}", tensor.name));
+                    } else if op.head_axis == Some(axis as u8)
+                        && tensor.shape[usize::from(dim)] != op.grid[axis] as usize
+                    {
+                        report(format!(
+                            "axis {axis} gives {} blocks a head each of tensor {}, which has {}",
+                            op.grid[axis],
+                            tensor.name,
+                            tensor.shape[usize::from(dim)]
+                        ));
                     }
                     seen.push(dim);
                 }

@@ -16,7 +16,7 @@ use super::remade;
 use super::sentence::SentenceConfig;
 use super::weights::Weights;
 use crate::graph::kernel::{
-    AttentionArgs, ConvArgs, EmbeddingArgs, ExpertArgs, Gate, GateNorm, GraphError, KernelGraph, Mask, Pass,
+    AttentionArgs, Caches, ConvArgs, EmbeddingArgs, ExpertArgs, Gate, GateNorm, GraphError, KernelGraph, Mask, Pass,
     RecurrenceArgs, RopeArgs,
 };
 use crate::graph::tensor::TensorId;
@@ -25,6 +25,8 @@ use perpetua_device::kernels::linear::Activation;
 use perpetua_device::kernels::routing::{Counting, Weighting};
 use perpetua_shared::DType;
 use std::collections::HashMap;
+
+mod latent;
 
 /// Why a network cannot be built.
 #[derive(Debug, thiserror::Error)]
@@ -424,7 +426,7 @@ impl<'a> Decoder<'a> {
         };
         let args = AttentionArgs { scale, mask, sinks };
         let attended = if self.graph.pass == Pass::Batch {
-            self.graph.attend_each(&prefix, rope, args, cache)?
+            self.graph.attend_each(&prefix, rope, q, args, |graph| cache(graph).map(Caches::from))?
         } else {
             let cache = cache(&mut self.graph)?;
             if takes_whole {
@@ -707,7 +709,7 @@ impl<'a> Decoder<'a> {
         logits: TensorId,
         residual: Option<TensorId>,
     ) -> Result<ExpertArgs, BuildError> {
-        let Experts { n, chosen, intermediate_size, normalise, sigmoids, limited, stands_beside, .. } = *experts;
+        let Experts { n, chosen, intermediate_size, normalise, sigmoids, factor, limited, stands_beside, .. } = *experts;
         let hidden_size = self.config.hidden_size;
         let names = ExpertNames::of(self.config.architecture);
         let prefix = format!("model.layers.{layer}");
@@ -729,13 +731,14 @@ impl<'a> Decoder<'a> {
                 let scales = if stands_beside { Some(self.weight(&name, &[n])?) } else { None };
                 (Counting::of(if normalise { Weighting::Chosen } else { Weighting::All }), scales)
             }
-            Some(Sigmoids { are_corrected, factor, added }) => {
+            Some(Sigmoids { are_corrected, added }) => {
                 let weighting = if normalise { Weighting::Sigmoids } else { Weighting::Sigmoid };
                 let name = format!("{prefix}.{}", names.correction);
                 let correction = if are_corrected { Some(self.weight(&name, &[n])?) } else { None };
-                (Counting { weighting: weighting as u32, factor: factor as f32, added: added as f32 }, correction)
+                (Counting { added: added as f32, ..Counting::of(weighting) }, correction)
             }
         };
+        let counting = Counting { factor: factor as f32, ..counting };
         let (mut gating, mut biases) = (Gating::of(self.activation().number()), None);
         if let Some(LimitedGate { limit, alpha }) = limited {
             gating = Gating { limit: limit as f32, alpha: alpha as f32, ..Gating::default() };

@@ -7,8 +7,8 @@ use std::collections::{HashMap, HashSet};
 use perpetua_shared::DType;
 
 use super::config::{
-    Architecture, AttentionGate, BertConfig, DecoderConfig, DeltaRule, Experts, Heads, LayerInputs, Mixer, ModelConfig,
-    ModernBertConfig, Norms, QkNorm, SharedExpert, StateSpace,
+    Architecture, AttentionGate, BertConfig, DecoderConfig, DeltaRule, Experts, Heads, Latent, LayerInputs, Mixer,
+    ModelConfig, ModernBertConfig, Norms, QkNorm, SharedExpert, StateSpace,
 };
 use super::{fp8, remade};
 
@@ -182,6 +182,50 @@ pub(crate) mod gemma4 {
     pub(crate) const NORM_OF_ROWS: &str = "model.per_layer_projection_norm.weight";
 }
 
+/// What latent attention has, in a layer.
+pub(crate) mod latent {
+    /// What queries are made of, and its norm.
+    pub(crate) const QUERIES_OF: &str = "self_attn.q_a_proj";
+    pub(crate) const QUERY_NORM: &str = "self_attn.q_a_layernorm";
+    /// What keys and values are made of, with the keys' turned part behind it; and its norm.
+    pub(crate) const KEYS_OF: &str = "self_attn.kv_a_proj_with_mqa";
+    pub(crate) const KEY_NORM: &str = "self_attn.kv_a_layernorm";
+
+    // What networks read, and what that is made of: queries as they are where they are not made of a latent, else, and
+    // of each head first the still rows, then the turned ones; of each head, the key's rows, then the value's.
+    pub(crate) const STILL: &str = "self_attn.q_still_proj";
+    pub(crate) const TURNED: &str = "self_attn.q_turned_proj";
+    pub(crate) const QUERIES: [&str; 2] = ["self_attn.q_proj", "self_attn.q_b_proj"];
+    /// Each head's as its columns stand in files.
+    pub(crate) const KEYS: &str = "self_attn.kv_b_key_proj";
+    pub(crate) const VALUES: &str = "self_attn.kv_b_value_proj";
+    pub(crate) const BOTH: &str = "self_attn.kv_b_proj";
+}
+
+/// The tensors that latent attention reads in a layer, but for the output's.
+fn latent_tensors(c: &DecoderConfig, of: Latent, norm: Role) -> Vec<(String, Vec<usize>, Role)> {
+    let Latent { query_rank, rank, still_dim, turned_dim, value_dim, .. } = of;
+    let inner = query_rank.unwrap_or(c.hidden_size);
+    let mut list = Vec::new();
+    let mut add = |name: &str, shape: [usize; 2], has_bias: bool, normed: Option<(&str, usize)>| {
+        list.push((format!("{name}.weight"), shape.to_vec(), Role::Linear));
+        if has_bias {
+            list.push((format!("{name}.bias"), vec![shape[0]], Role::Bias));
+        }
+        list.extend(normed.map(|(name, n)| (format!("{name}.weight"), vec![n], norm)));
+    };
+    if let Some(rank) = query_rank {
+        add(latent::QUERIES_OF, [rank, c.hidden_size], c.attention_bias, Some((latent::QUERY_NORM, rank)));
+    }
+    let normed = Some((latent::KEY_NORM, rank));
+    add(latent::KEYS_OF, [of.cached_dim(), c.hidden_size], c.attention_bias, normed);
+    add(latent::STILL, [c.n_heads * still_dim, inner], false, None);
+    add(latent::TURNED, [c.n_heads * turned_dim, inner], false, None);
+    add(latent::KEYS, [c.n_heads * rank, still_dim], false, None);
+    add(latent::VALUES, [c.n_heads * value_dim, rank], false, None);
+    list
+}
+
 /// Where files have the matrices of all experts of a layer together: gates and ups, and downs.
 pub(super) const EXPERT_STACKS: [&str; 2] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"];
 
@@ -265,7 +309,8 @@ pub fn is_spare(config: &ModelConfig, name: &str) -> bool {
 /// one.
 fn is_beyond_layers(config: &DecoderConfig, name: &str) -> bool {
     let layer = name.strip_prefix("layers.").and_then(|name| name.split('.').next()?.parse::<usize>().ok());
-    config.architecture == Architecture::Glm4Moe && layer.is_some_and(|layer| layer >= config.n_layers)
+    let has_one = [Architecture::Glm4Moe, Architecture::Glm4MoeLite, Architecture::DeepseekV3];
+    has_one.contains(&config.architecture) && layer.is_some_and(|layer| layer >= config.n_layers)
 }
 
 /// Whether `name` is of the keys and values of a layer that has none of its own.
@@ -317,6 +362,10 @@ impl MlpNames {
                 MlpNames::GRANITE
             }
             Architecture::Glm4Moe
+            | Architecture::DeepseekV2
+            | Architecture::DeepseekV3
+            | Architecture::Glm4MoeLite
+            | Architecture::Mistral4
             | Architecture::SolarOpen
             | Architecture::ExaoneMoe
             | Architecture::Dots1
@@ -492,6 +541,7 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
         let q_out = q_dim * c.of_query();
         let projections: &[_] = match (mixer, c.architecture.is_fused()) {
             (Some(_), _) => &[],
+            _ if c.latent.is_some() => &[],
             (None, true) => &[("self_attn.qkv_proj", q_out + 2 * kv_dim)],
             (None, false) => &[("self_attn.q_proj", q_out), ("self_attn.k_proj", kv_dim), ("self_attn.v_proj", kv_dim)],
         };
@@ -506,6 +556,9 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
         let output = (names.attention_output, c.hidden_size, q_dim, c.output_bias);
         let output = mixer.is_none().then_some(output);
         for (part, shape, role) in mixer.map_or(Vec::new(), |mixer| mixer_tensors(mixer, c.hidden_size)) {
+            add(format!("{layer}.{part}"), shape, role);
+        }
+        for (part, shape, role) in c.latent.into_iter().flat_map(|of| latent_tensors(c, of, norm)) {
             add(format!("{layer}.{part}"), shape, role);
         }
         let mlp = match experts {

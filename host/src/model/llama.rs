@@ -1,5 +1,7 @@
 //! Llama and the families that build their layers alike; what else differs the configuration says:
 //!
+//! - DeepSeek V2 and V3, GLM 4.7 Flash, Mistral 4, Youtu and MiniCPM 3: attention to latents (`decoder::latent`), the
+//!   first ones with experts.
 //! - ERNIE 4.5 and GLM: heads whose neighbours are turned with each other, which shows in [`remade`](super::remade)
 //!   alone.
 //! - GLM 4.5 to 4.7, Solar Open, K-EXAONE, dots.llm1, MiniMax M2 and LFM2's larger ones: experts chosen by corrected
@@ -35,8 +37,13 @@ pub fn build(mut net: Decoder<'_>) -> Result<KernelGraph, BuildError> {
         x = match net.config.mixer_of(layer) {
             Some(mixer) => net.mix(layer, mixer, h, Some(x))?,
             None => {
-                let projected = net.project(layer, h)?;
-                let attended = net.attend(layer, projected)?;
+                let attended = match net.config.latent {
+                    Some(of) => net.attend_to_latents(layer, of, h)?,
+                    None => {
+                        let projected = net.project(layer, h)?;
+                        net.attend(layer, projected)?
+                    }
+                };
                 net.project_out(layer, attended, Some(x))?
             }
         };

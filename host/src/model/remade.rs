@@ -5,6 +5,9 @@
 //! RoPE turns neighbours, and not one half of a head with the other (scores do not see in which order a head's elements
 //! are), and those of Qwen3-Next's linear attention, which have what belongs to a key's head together.
 //!
+//! Latent attention has a part of each head of queries turned and the rest not, and keys and values by heads in one
+//! matrix, of which it reads each key's with its columns as rows.
+//!
 //! Matrices in FP8 are such, see [`fp8`]; others may be made of these.
 //!
 //! gpt-oss's experts are such, all of a layer's in one tensor. Gates and ups take turns in it, so an expert's matrix is
@@ -17,10 +20,10 @@ use perpetua_shared::dtype::{Q4, Q4_BLOCK, q4_at};
 use safetensors::tensor::Dtype as FileDtype;
 
 use super::aligned::AlignedBytes;
-use super::config::{Architecture, DecoderConfig, DeltaRule, Heads, Mixer, ModelConfig, QkNorm};
+use super::config::{Architecture, DecoderConfig, DeltaRule, Heads, Latent, Mixer, ModelConfig, QkNorm};
 use super::error::ModelError;
 use super::fp8;
-use super::layout::{EXPERT_STACKS, ExpertNames, Role, TensorSpec};
+use super::layout::{EXPERT_STACKS, ExpertNames, Role, TensorSpec, latent};
 use super::weights::{FLOATS, float_dtype};
 
 /// Bytes of a block's elements.
@@ -47,6 +50,8 @@ pub(super) enum Origin {
     Elements { rows: String, which: Every },
     /// Rows of `rows`, in another order, or some of them.
     Rows { rows: String, runs: Vec<Run> },
+    /// Of each of `heads` matrices whose rows follow each other in `rows`, the first rows, as columns.
+    ColumnsOfHeads { rows: String, heads: usize },
     /// The matrix `elements` [in FP8](fp8), with `scales`, of shape `grid`, one for each block of so many rows and
     /// columns.
     Fp8 { elements: String, scales: String, grid: Vec<usize>, block: [usize; 2] },
@@ -112,6 +117,12 @@ fn reordered(c: &DecoderConfig) -> Vec<(Remade, TensorSpec)> {
             let origin = Origin::Rows { rows: of.name.clone(), runs };
             all.push((Remade { name: name(made), shape: shape(n), of: origin, matrices: from }, of));
         };
+        if let Some(of) = c.latent {
+            for (remade, spec) in of_latent(c, of, layer) {
+                all.push((remade, spec));
+            }
+            continue;
+        }
         match c.mixer_of(layer) {
             None if c.architecture.turns_neighbours() => {
                 assert!(
@@ -152,6 +163,49 @@ fn reordered(c: &DecoderConfig) -> Vec<(Remade, TensorSpec)> {
             _ => {}
         }
     }
+    all
+}
+
+/// What latent attention reads of layer `layer` that is made, and of what each.
+fn of_latent(c: &DecoderConfig, of: Latent, layer: usize) -> Vec<(Remade, TensorSpec)> {
+    let Latent { query_rank, rank, still_dim, turned_dim, value_dim, turns_neighbours } = of;
+    let (heads, of_query, of_both) = (c.n_heads, of.head_dim(), still_dim + value_dim);
+    let mut all = Vec::new();
+    let mut add = |[made, of]: [&str; 2], kind, [from, columns]: [usize; 2], shape, origin: &dyn Fn(String) -> Origin| {
+        let name = |part: &str| format!("model.layers.{layer}.{part}.{kind}");
+        let (shape_of, role) = match kind {
+            "bias" => (vec![from], Role::Bias),
+            _ => (vec![from, columns], Role::Linear),
+        };
+        let of = TensorSpec { name: name(of), shape: shape_of, role };
+        all.push((Remade { name: name(made), shape, of: origin(of.name.clone()), matrices: from }, of));
+    };
+    let rows = |runs: Vec<Run>| move |rows: String| Origin::Rows { rows, runs: runs.clone() };
+    // Those of a head from `first` on that are turned, one half and the other.
+    let turned = |first: usize| match turns_neighbours {
+        true => vec![Run::new(first, 2, turned_dim / 2), Run::new(first + 1, 2, turned_dim / 2)],
+        false => vec![Run::new(first, 1, turned_dim)],
+    };
+    if turns_neighbours {
+        let runs = [vec![Run::new(0, 1, rank)], turned(rank)].concat();
+        let names = [latent::KEYS_OF; 2];
+        let (n, k) = (of.cached_dim(), c.hidden_size);
+        add(names, "weight", [n, k], vec![n, k], &rows(runs.clone()));
+        if c.attention_bias {
+            add(names, "bias", [n, 1], vec![n], &rows(runs));
+        }
+    }
+    let (queries, k) = (latent::QUERIES[usize::from(query_rank.is_some())], query_rank.unwrap_or(c.hidden_size));
+    let from = [heads * of_query, k];
+    let still = (0..heads).map(|head| Run::new(head * of_query, 1, still_dim)).collect();
+    add([latent::STILL, queries], "weight", from, vec![heads * still_dim, k], &rows(still));
+    let turned = (0..heads).flat_map(|head| turned(head * of_query + still_dim)).collect();
+    add([latent::TURNED, queries], "weight", from, vec![heads * turned_dim, k], &rows(turned));
+    let from = [heads * of_both, rank];
+    let columns = |rows| Origin::ColumnsOfHeads { rows, heads };
+    add([latent::KEYS, latent::BOTH], "weight", from, vec![heads * rank, still_dim], &columns);
+    let values = (0..heads).map(|head| Run::new(head * of_both + still_dim, 1, value_dim)).collect();
+    add([latent::VALUES, latent::BOTH], "weight", from, vec![heads * value_dim, rank], &rows(values));
     all
 }
 
@@ -250,9 +304,8 @@ impl Remade {
             }
             Origin::Columns { stack: one, .. }
             | Origin::Elements { rows: one, .. }
-            | Origin::Rows { rows: one, .. } => {
-                vec![one]
-            }
+            | Origin::Rows { rows: one, .. }
+            | Origin::ColumnsOfHeads { rows: one, .. } => vec![one],
         }
     }
 
@@ -268,6 +321,7 @@ impl Remade {
             (Origin::Columns { which, .. }, [columns, k]) => vec![matrices, *k, columns * which.step],
             (Origin::Elements { which, .. }, [_, n]) => vec![matrices, n * which.step],
             (Origin::Rows { .. }, [_, of_row @ ..]) => [&[matrices], of_row].concat(),
+            (Origin::ColumnsOfHeads { heads, .. }, [columns, _]) => vec![matrices, columns / heads],
             _ => unreachable!("what is made has two dimensions"),
         }
     }
@@ -331,6 +385,14 @@ impl Remade {
                 let from = runs.iter().flat_map(|run| (0..run.n).map(|at| run.which.nth(at)));
                 for (out, row) in made.chunks_exact_mut(bytes).zip(from) {
                     out.copy_from_slice(&sources[0].bytes[row * bytes..][..bytes]);
+                }
+            }
+            Origin::ColumnsOfHeads { heads, .. } => {
+                let (bytes, columns) = (dtype.size_bytes(), rows / heads);
+                let of_head = self.matrices / heads * columns * bytes;
+                for (out, from) in made.chunks_exact_mut(columns * k * bytes).zip(sources[0].bytes.chunks_exact(of_head)) {
+                    let from = &from[..k * columns * bytes];
+                    transposed([columns, k], Every::ONE, bytes, (from, columns), out);
                 }
             }
             Origin::Elements { which, .. } => {

@@ -40,7 +40,8 @@ pub(super) unsafe fn is_for(p: &Params, call: &Call<'_>, block: &Block) -> bool 
                 || are_fours(&k, F32, [0, 1])
                     && are_fours(&v, F32, [0, 1])
                     && are_fours(&k_cache, BF16, [0, 1])
-                    && are_fours(&v_cache, BF16, [0, 1]))
+                    && are_fours(&v_cache, BF16, [0, 1])
+                    && v.extent(2) == d)
     }
 }
 

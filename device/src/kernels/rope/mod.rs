@@ -1,9 +1,9 @@
 //! Prepares attention: per-head RMSNorm of q and k (when their weights are given), rotary position embedding of both,
 //! and the append of k and v to the cache at the rows' positions.
 //!
-//! q: [rows, kv_heads, group, d], rotated in place; k, v: [rows, kv_heads, d]; q_norm, k_norm: [d], optional;
-//! frequencies: [d/2] f32; k_cache, v_cache: [kv_heads, context, d]. Without k and v, and caches, there is nothing to
-//! append: another's is attended to. Where `norms_values`, values are normalised, too, without weights. Row r stands at
+//! q: [rows, kv_heads, group, d], rotated in place; k: [rows, kv_heads, d]; v: [rows, kv_heads, n]; q_norm, k_norm: [d],
+//! optional; frequencies: [d/2] f32; k_cache: [kv_heads, context, d]; v_cache: [kv_heads, context, n]. Without k and v,
+//! and caches, there is nothing to append: another's is attended to. Where `norms_values`, values are normalised, too, without weights. Row r stands at
 //! position p = first_pos + r and turns pair i by the angle p * frequencies[i], in f32. Pairs are (x[i], x[i + d/2]).
 //! Where only the first 2 * t elements of a head are turned (`turned_pairs` is t), the first t are (x[i], x[i + t]);
 //! the others, of frequency 0, are (x[i + t], x[i + d/2]), what is left. Pair i always comes to elements i and i + d/2:
@@ -86,12 +86,13 @@ pub(super) fn check(turned_pairs: u32, io: &[Operand]) -> Result<(), Violation> 
         rules::rank(name, operand, 3)?;
         rules::extent(name, operand, 0, q.extent[0])?;
         rules::extent(name, operand, 1, q.extent[1])?;
-        rules::extent(name, operand, 2, d)?;
     }
-    for (name, operand) in [("k_cache", k_cache), ("v_cache", v_cache)] {
+    rules::extent("k", k, 2, d)?;
+    let of_value = if v.is_present() { v.extent[2] } else { d };
+    for (name, operand, n) in [("k_cache", k_cache, d), ("v_cache", v_cache, of_value)] {
         rules::rank(name, operand, 3)?;
         rules::extent(name, operand, 0, q.extent[1])?;
-        rules::extent(name, operand, 2, d)?;
+        rules::extent(name, operand, 2, n)?;
     }
     for (name, operand) in [
         ("q", q),
@@ -297,8 +298,8 @@ impl Turn {
     }
 }
 
-/// Appends the value `v` of row `r` and head `h` to `v_cache`, at position `pos`, normalised if it `is_normed`: a
-/// lane's share.
+/// Appends the value `v` of row `r` and head `h`, of `d` elements, to `v_cache`, at position `pos`, normalised if it
+/// `is_normed`: a lane's share.
 ///
 /// # Safety
 /// Every lane of the warp makes this same call. The operands are [`Rope`]'s, the value is there, and the cache has
@@ -339,8 +340,7 @@ pub(super) unsafe fn append_value(
     }
 }
 
-/// [`Rope`]'s body for any heads, one after the other: a warp to each row's key/value head, and the query heads that go
-/// with it.
+/// [`Rope`]'s body for any heads: a warp to each row's query head, and one to its key and value.
 ///
 /// # Safety
 /// Every thread of the block makes this same call; the operands are [`Rope`]'s, the cache has the rows' positions, and
@@ -354,46 +354,44 @@ unsafe fn turn_all(p: &Params, call: &gpu::Call<'_>, block: &Block) {
         let mut item = block.warp();
         loop {
             let q = call.tensor(slot::Q);
-            let (heads, group, d) = (q.extent(1), q.extent(2), q.extent(3));
-            if item >= call.rows(&q) * heads {
+            let (heads, group, half) = (q.extent(1), q.extent(2), q.extent(3) / 2);
+            let of_head = group + u32::from(call.tensor(slot::K).is_present());
+            if item >= call.rows(&q) * heads * of_head {
                 return;
             }
-            let (r, h, half) = (item / heads, item % heads, d / 2);
+            let (row_and_head, g) = (item / of_head, item % of_head);
+            let (r, h) = (row_and_head / heads, row_and_head % heads);
             let pos = call.first_pos() + call.row_first() + r;
-            let appends = call.tensor(slot::K).is_present();
-            let mut g = 0;
-            while g < group + u32::from(appends) {
-                let is_key = g == group;
-                let from = if is_key { call.tensor(slot::K).row([r, h]) } else { q.row([r, h, g]) };
-                let to = if is_key { call.tensor(slot::K_CACHE).row([h, pos]) } else { from };
-                let turn = Turn {
-                    norm: call.tensor(if is_key { slot::K_NORM } else { slot::Q_NORM }),
-                    frequencies: call.tensor(slot::FREQUENCIES),
-                    eps: p.eps,
-                    pos,
-                    turned: p.turned_pairs,
-                    factor: p.factor,
-                    half,
-                    lane: block.lane(),
-                };
-                let x = from.gather(turn.elements(0));
-                turn.head(
-                    x,
-                    |at| from.gather(at),
-                    turn.ahead(0),
-                    |i, one, other| {
-                        to.set(i, one[0]);
-                        to.set(i + half, one[1]);
-                        if i + 1 < half {
-                            to.set(i + 1, other[0]);
-                            to.set(i + 1 + half, other[1]);
-                        }
-                    },
-                );
-                g += 1;
-            }
-            if appends {
-                append_value(call, [r, h, pos], d, block.lane(), (p.norms_values != 0, p.eps));
+            let is_key = g == group;
+            let from = if is_key { call.tensor(slot::K).row([r, h]) } else { q.row([r, h, g]) };
+            let to = if is_key { call.tensor(slot::K_CACHE).row([h, pos]) } else { from };
+            let turn = Turn {
+                norm: call.tensor(if is_key { slot::K_NORM } else { slot::Q_NORM }),
+                frequencies: call.tensor(slot::FREQUENCIES),
+                eps: p.eps,
+                pos,
+                turned: p.turned_pairs,
+                factor: p.factor,
+                half,
+                lane: block.lane(),
+            };
+            let x = from.gather(turn.elements(0));
+            turn.head(
+                x,
+                |at| from.gather(at),
+                turn.ahead(0),
+                |i, one, other| {
+                    to.set(i, one[0]);
+                    to.set(i + half, one[1]);
+                    if i + 1 < half {
+                        to.set(i + 1, other[0]);
+                        to.set(i + 1 + half, other[1]);
+                    }
+                },
+            );
+            if is_key {
+                let n = call.tensor(slot::V).extent(2);
+                append_value(call, [r, h, pos], n, block.lane(), (p.norms_values != 0, p.eps));
             }
             item += block.warps();
         }
@@ -428,8 +426,9 @@ impl MacroKernel for Rope {
     fn cost(_: &Params, io: &[Operand]) -> Cost {
         // The cache is touched only at the rows appended.
         let [read @ .., k_cache, _] = io else { return Cost::default() };
-        let [q, k, ..] = read else { return Cost::default() };
-        let appended = product([2, k.len_elems(), k_cache.dtype().map_or(0, |d| d.size_bytes() as u64)]);
+        let [q, k, v, ..] = read else { return Cost::default() };
+        let elem = k_cache.dtype().map_or(0, |d| d.size_bytes() as u64);
+        let appended = product([total([k.len_elems(), v.len_elems()]), elem]);
         Cost {
             bytes_read: read.iter().fold(0, |sum, operand| total([sum, operand.bytes()])),
             bytes_written: total([q.bytes(), appended]),
@@ -454,7 +453,7 @@ impl MacroKernel for Rope {
                 }
                 let turned = turn((0..d).map(|i| k.get([r, h, i])).collect(), &k_norm, pos);
                 turned.iter().enumerate().for_each(|(i, x)| k_cache.set([h, pos, i], *x));
-                let value = value(p, (0..d).map(|i| v.get([r, h, i])).collect());
+                let value = value(p, (0..v.extent(2)).map(|i| v.get([r, h, i])).collect());
                 value.iter().enumerate().for_each(|(i, x)| v_cache.set([h, pos, i], *x));
             }
         }

@@ -357,8 +357,14 @@ pub(super) fn n_matrices(op: &Operator) -> usize {
     }
 }
 
-/// Whether `op` is a product of as many rows as the pass has with weights that the tensor cores take.
+/// Whether `op` is a product of as many rows as the pass has with weights that the tensor cores take, one for all
+/// heads.
 pub(super) fn is_product(op: &Operator, table: &TensorTable) -> bool {
+    takes_brains(op, table) && !op.axes.iter().any(are_heads)
+}
+
+/// Whether `op` is one that multiplies rows in bf16: such a product, or a head's each.
+fn takes_brains(op: &Operator, table: &TensorTable) -> bool {
     let n = n_matrices(op);
     let are_all = |dtype| op.slots[W..W + n].iter().all(|t| t.is_some_and(|t| table[t].dtype == dtype));
     let are_taken = [DType::Bf16, DType::Q8, DType::Q4, DType::Mx4].into_iter().any(are_all);
@@ -376,7 +382,7 @@ fn read_by_products(graph: &KernelGraph) -> Vec<bool> {
         for (slot, tensor) in op.slots.iter().enumerate() {
             let Some(tensor) = *tensor else { continue };
             let buffer = table[tensor].buffer.idx();
-            let as_x = slot == X && (is_product(op, table) || experts::is_routed(op));
+            let as_x = slot == X && (takes_brains(op, table) || experts::is_routed(op));
             let is_made = matches!(spec.slots[slot].usage, Use::Write | Use::Append);
             n_read[buffer] += usize::from(as_x);
             fits[buffer] &= table[tensor].dtype == DType::F32 && (as_x || is_made);

@@ -17,7 +17,7 @@ mod whole_pass;
 
 pub(in crate::graph) use per_worker::COPY;
 
-use super::kernel::{Axis, AxisRole, KernelGraph, Operator, Pass, PromptPrecision, whole_operand};
+use super::kernel::{Axis, AxisRole, KernelGraph, Operator, Pass, PromptPrecision, of_one_head, whole_operand};
 use super::tensor::{BufferKind, TensorId, TensorTable};
 use super::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, KernelCall, ThreadBlockGraph, Violation, part};
 use crate::machine::Machine;
@@ -238,7 +238,7 @@ fn cut(op: &Operator, graph: &KernelGraph, target: &Target) -> BlockOp {
     let table = &graph.table;
     let spec = Spec::of(op.kernel.task_type).expect("operators are judged when they are added");
     let mut grid = [1u32; GRID_AXES];
-    let heads = op.axes.iter().filter(|axis| axis.role == AxisRole::Heads).map(|axis| axis.len).product();
+    let heads = op.axes.iter().filter(|axis| are_heads(axis)).map(|axis| axis.len).product();
     // In the pass over a batch every sequence has an operator of its own of such a kind.
     let alike = match TaskFlags::sequence(op.kernel.flags) {
         Some(_) if graph.pass == Pass::Batch => graph.rows.unwrap_or(1),
@@ -247,7 +247,7 @@ fn cut(op: &Operator, graph: &KernelGraph, target: &Target) -> BlockOp {
     for (axis, blocks) in op.axes.iter().zip(&mut grid) {
         *blocks = match axis.role {
             // Nothing is cut where nothing runs side by side, except what the tensors' shapes demand.
-            AxisRole::Blocks => axis.len as u32,
+            AxisRole::Blocks | AxisRole::SingleHeads => axis.len as u32,
             _ if target.n_workers == 1 && target.task_bytes == u64::MAX => 1,
             AxisRole::Heads => axis.len as u32,
             AxisRole::HeadColumns => head_parts(axis, heads * alike as usize, target),
@@ -263,15 +263,22 @@ fn cut(op: &Operator, graph: &KernelGraph, target: &Target) -> BlockOp {
         let usage = kernels::use_of(spec, slot, |slot| op.slots[slot].is_some());
         tensor.map(|tensor| Access { tensor, kind: usage.into(), map })
     });
-    let row_axis = op.axes.iter().position(|axis| axis.role == AxisRole::Rows);
+    let axis_of = |role| op.axes.iter().position(|axis| axis.role == role);
+    let row_axis = axis_of(AxisRole::Rows);
     BlockOp {
         name: op.name.clone(),
         grid,
         accesses: accesses.collect(),
         row_axis: row_axis.map(|axis| axis as u8),
         rows: row_axis.map_or(0, |axis| op.axes[axis].len as u32),
+        head_axis: axis_of(AxisRole::SingleHeads).map(|axis| axis as u8),
         kernel: Some(op.kernel),
     }
+}
+
+/// Whether `axis` runs over heads.
+fn are_heads(axis: &Axis) -> bool {
+    matches!(axis.role, AxisRole::Heads | AxisRole::SingleHeads)
 }
 
 /// The operators of `ops` that are `such`, products, those of the same x that follow each other together, as they run
@@ -348,7 +355,7 @@ fn head_parts(axis: &Axis, heads: usize, target: &Target) -> u32 {
 
 fn row_blocks(op: &Operator, axis: &Axis, table: &TensorTable, target: &Target, heads: usize) -> u32 {
     let workers = target.n_workers as usize;
-    if op.axes.iter().any(|axis| axis.role == AxisRole::Heads) {
+    if op.axes.iter().any(are_heads) {
         // With a block more than there are workers one of them would do two.
         let blocks = if target.cut == Cut::PerWorker { workers / heads } else { workers.div_ceil(heads) };
         // Attention shares a head's keys; who turns rows shares nothing.
@@ -386,7 +393,7 @@ fn block_operand(
 ) -> Operand {
     let tensor = &graph.table[access.tensor];
     let mut operand = whole_operand(tensor);
-    let grid = graph.ops[op.idx()].grid;
+    let BlockOp { grid, head_axis, .. } = graph.ops[op.idx()];
     let mut first = tensor.offset_elems;
     for (axis, dim) in access.map.iter().enumerate() {
         let Some(dim) = dim.map(usize::from) else { continue };
@@ -396,5 +403,6 @@ fn block_operand(
     }
     operand.offset_bytes = (first * tensor.dtype.size_bytes()) as u64;
     operand.is_flagged = u8::from(graph.table.buffer_of(access.tensor).kind == BufferKind::Flagged);
-    operand
+    let head_dim = head_axis.and_then(|axis| access.map[usize::from(axis)]);
+    head_dim.map_or(operand, |dim| of_one_head(operand, dim))
 }

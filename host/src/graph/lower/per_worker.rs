@@ -313,6 +313,7 @@ pub(super) fn merge_of(
         ],
         row_axis: by_rows(1),
         rows,
+        head_axis: None,
         kernel: Some(KernelCall {
             task_type: AttentionMerge::TASK_TYPE,
             flags,

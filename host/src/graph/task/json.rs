@@ -170,6 +170,7 @@ pub fn read_described(text: &str) -> Result<Described, GraphError> {
             accesses,
             row_axis: None,
             rows: 1,
+            head_axis: None,
             kernel: None,
         });
     }

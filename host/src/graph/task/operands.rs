@@ -1,7 +1,7 @@
 //! What tasks touch, move and compute.
 
 use super::{Task, TaskGraph};
-use crate::graph::kernel::whole_operand;
+use crate::graph::kernel::{of_one_head, whole_operand};
 use crate::graph::lower::block_operands;
 use crate::graph::tensor::{BufferKind, OpId};
 use crate::graph::threadblock::{Access, AccessKind, BlockOp, ThreadBlockGraph};
@@ -40,8 +40,15 @@ fn weight_bytes(blocks: &ThreadBlockGraph, op: &BlockOp) -> u64 {
     let Some((kernel, spec)) = op.kernel.and_then(|kernel| Some((kernel, Spec::of(kernel.task_type)?))) else {
         return 0;
     };
+    // Of one that has a head a block, a head's.
+    let (heads, head_axis) = match op.head_axis.map(usize::from) {
+        Some(axis) => (u64::from(op.grid[axis]), Some(axis)),
+        None => (1, None),
+    };
     let whole = |access: &Option<Access>| {
-        access.as_ref().map_or(Operand::ABSENT, |access| whole_operand(&blocks.table[access.tensor]))
+        let Some(access) = access else { return Operand::ABSENT };
+        let operand = whole_operand(&blocks.table[access.tensor]);
+        head_axis.and_then(|axis| access.map[axis]).map_or(operand, |dim| of_one_head(operand, dim))
     };
     let operands: Vec<Operand> = op.accesses.iter().map(whole).collect();
     let read = (spec.cost)(&kernel.params, &operands).bytes_read;
@@ -55,7 +62,7 @@ fn weight_bytes(blocks: &ThreadBlockGraph, op: &BlockOp) -> u64 {
         }
     }
     // The cost knows how many of the experts, and how many rows of a table.
-    if has_stack { read.saturating_sub(rest) } else { weights.min(read) }
+    heads * if has_stack { read.saturating_sub(rest) } else { weights.min(read) }
 }
 
 /// Of what passes from row to row, which is read and written whole.

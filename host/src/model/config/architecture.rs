@@ -111,6 +111,21 @@ pub enum Architecture {
     /// which takes part in what it attends to, and every second layer a window. Files have experts' matrices in MXFP4,
     /// or with gates and ups in turn.
     GptOss,
+    /// `DeepseekV2ForCausalLM` (V2 Lite): [latent attention](super::Latent), and mixtures of experts in all layers but
+    /// the first ones, with an MLP beside them that all rows go to.
+    DeepseekV2,
+    /// `DeepseekV3ForCausalLM` (Moonlight; V3, R1 and Kimi K2): the same, whose experts are chosen by corrected
+    /// sigmoids.
+    DeepseekV3,
+    /// `Glm4MoeLiteForCausalLM` (GLM 4.7 Flash): the same.
+    Glm4MoeLite,
+    /// `Mistral4ForCausalLM`: DeepSeek V2 whose experts' parts add up. Beyond the context of the first training it
+    /// multiplies queries, as Ministral 3 does, which is not done here: so it ends there.
+    Mistral4,
+    /// `YoutuForCausalLM`: Llama with latent attention.
+    Youtu,
+    /// `MiniCPM3ForCausalLM`: the same, with numbers that embeddings, logits and what layers add are multiplied with.
+    MiniCpm3,
     /// `Exaone4ForCausalLM`: norms after attention and MLP, and on each head's query and key. Where layers have
     /// windows, the others do not turn queries and keys.
     Exaone4,
@@ -240,6 +255,13 @@ pub(super) struct Mixture {
     pub(super) normalises: Normalises,
     pub(super) sparse: Sparse,
     pub(super) sigmoids: Option<Sigmoids>,
+    /// What says what those parts are multiplied with; `None`: with 1.
+    pub(super) factor_key: Option<&'static str>,
+    /// That where it does not.
+    pub(super) factor: f64,
+    /// Into how many groups experts would come, and from how many of these they would be chosen: `n_group` and
+    /// `topk_group`, which must be as many.
+    pub(super) groups: [usize; 2],
     pub(super) shared: Option<Shared>,
 }
 
@@ -252,6 +274,8 @@ pub(super) enum Normalises {
     Unless,
     /// That they do, if it is true.
     If,
+    /// That they do not, which it must not deny.
+    Never,
 }
 
 /// Which layers have experts.
@@ -281,10 +305,6 @@ pub(super) enum Sparse {
 pub(super) struct Sigmoids {
     /// What says that a number is added to each where they are chosen; `None`: it is so.
     pub(super) corrected_key: Option<&'static str>,
-    /// What says what they are multiplied with; `None`: with 1.
-    pub(super) factor_key: Option<&'static str>,
-    /// That where it does not.
-    pub(super) factor: f64,
     /// What is added to their sum.
     pub(super) added: f64,
 }
@@ -345,6 +365,10 @@ pub(super) struct Traits {
     pub(super) ropes_by_type: bool,
     /// Elements of a head are turned with their neighbours; else those of one half with those of the other.
     pub(super) turns_neighbours: bool,
+    /// What says, if it is false, that they are not.
+    pub(super) neighbours_key: Option<&'static str>,
+    /// Attention is latent.
+    pub(super) is_latent: bool,
     /// What says the base of each layer, 0: that it does not turn.
     pub(super) thetas_key: Option<&'static str>,
     /// What the base of the RoPE is called beside all other keys.
@@ -404,6 +428,8 @@ const USUAL: Traits = Traits {
     window: Some(4096),
     ropes_by_type: false,
     turns_neighbours: false,
+    neighbours_key: None,
+    is_latent: false,
     thetas_key: None,
     theta_key: "rope_theta",
     sliding_theta: None,
@@ -467,8 +493,14 @@ const EXPERTS: Mixture = Mixture {
     normalises: Normalises::Always,
     sparse: Sparse::All,
     sigmoids: None,
+    factor_key: None,
+    factor: 1.0,
+    groups: [1; 2],
     shared: None,
 };
+
+/// What experts' parts are multiplied with, in most that say it.
+const FACTOR: Option<&str> = Some("routed_scaling_factor");
 
 const GRANITE_SHARED: Shared = Shared {
     key: "shared_intermediate_size",
@@ -487,8 +519,7 @@ const QWEN_SHARED: Shared = Shared {
 };
 
 /// So small that it is a guard against dividing by 0 alone.
-const SIGMOIDS: Sigmoids =
-    Sigmoids { corrected_key: None, factor_key: Some("routed_scaling_factor"), factor: 1.0, added: 1e-20 };
+const SIGMOIDS: Sigmoids = Sigmoids { corrected_key: None, added: 1e-20 };
 
 const GLM_SHARED: Shared =
     Shared { key: "n_shared_experts", is_in_experts: true, otherwise: 1, is_weighed: false, stands_alone: false };
@@ -502,8 +533,15 @@ const GLM_EXPERTS: Mixture = Mixture {
     normalises: Normalises::Unless,
     sparse: Sparse::Later { key: "first_k_dense_replace", dense: 1, types_key: None },
     sigmoids: Some(SIGMOIDS),
+    factor_key: FACTOR,
+    factor: 1.0,
+    groups: [1; 2],
     shared: Some(GLM_SHARED),
 };
+
+/// Whose files say whether neighbours are turned.
+const DEEPSEEK: Traits =
+    Traits { is_latent: true, turns_neighbours: true, neighbours_key: Some("rope_interleave"), ..USUAL };
 
 const GLM: Traits = Traits {
     output_bias: Some(Biases::Never),
@@ -566,7 +604,7 @@ const ENCODER: Traits = Traits { is_encoder: true, activation: Activation::Gelu,
 
 impl Architecture {
     /// Every architecture.
-    pub const ALL: [Architecture; 44] = [
+    pub const ALL: [Architecture; 50] = [
         Architecture::Qwen3,
         Architecture::Qwen3Moe,
         Architecture::Mellum,
@@ -607,6 +645,12 @@ impl Architecture {
         Architecture::Afmoe,
         Architecture::MiniMaxM2,
         Architecture::GptOss,
+        Architecture::DeepseekV2,
+        Architecture::DeepseekV3,
+        Architecture::Glm4MoeLite,
+        Architecture::Mistral4,
+        Architecture::Youtu,
+        Architecture::MiniCpm3,
         Architecture::Exaone4,
         Architecture::Bert,
         Architecture::Roberta,
@@ -923,7 +967,8 @@ impl Architecture {
                     intermediate_size: Some(1792),
                     normalises: Normalises::Unless,
                     sparse: Sparse::Later { key: "num_dense_layers", dense: 2, types_key: None },
-                    sigmoids: Some(Sigmoids { corrected_key: Some("use_expert_bias"), added: 1e-6, ..SIGMOIDS }),
+                    sigmoids: Some(Sigmoids { corrected_key: Some("use_expert_bias"), added: 1e-6 }),
+                    factor_key: FACTOR,
                     ..EXPERTS
                 }),
                 ..LFM
@@ -975,7 +1020,7 @@ impl Architecture {
                     },
                     n: 64,
                     intermediate_size: Some(1024),
-                    sigmoids: Some(Sigmoids { factor: 2.5, ..SIGMOIDS }),
+                    factor: 2.5,
                     shared: Some(Shared { key: "num_shared_experts", ..GLM_SHARED }),
                     ..GLM_EXPERTS
                 }),
@@ -1008,7 +1053,7 @@ impl Architecture {
                     chosen: 6,
                     normalises: Normalises::Always,
                     sparse: Sparse::Later { key: "num_dense_layers", dense: 1, types_key: None },
-                    sigmoids: Some(Sigmoids { factor_key: Some("route_scale"), ..SIGMOIDS }),
+                    factor_key: Some("route_scale"),
                     shared: Some(Shared { key: "num_shared_experts", otherwise: 2, ..GLM_SHARED }),
                     ..GLM_EXPERTS
                 }),
@@ -1027,7 +1072,7 @@ impl Architecture {
                 mixture: Some(Mixture {
                     n: 256,
                     chosen: 8,
-                    sigmoids: Some(Sigmoids { factor_key: None, added: 0.0, ..SIGMOIDS }),
+                    sigmoids: Some(Sigmoids { added: 0.0, ..SIGMOIDS }),
                     ..EXPERTS
                 }),
                 attention_bias: Biases::Never,
@@ -1038,6 +1083,88 @@ impl Architecture {
                 max_position_embeddings: 196_608,
                 rope_theta: 5e6,
                 ..USUAL
+            },
+            Architecture::DeepseekV2 => Traits {
+                class_name: "DeepseekV2ForCausalLM",
+                model_type: "deepseek_v2",
+                neighbours_key: None,
+                required: &["num_experts_per_tok"],
+                mixture: Some(Mixture {
+                    n: 64,
+                    intermediate_size: Some(1407),
+                    normalises: Normalises::Never,
+                    sparse: Sparse::Later { key: "first_k_dense_replace", dense: 0, types_key: None },
+                    sigmoids: None,
+                    shared: Some(Shared { otherwise: 2, ..GLM_SHARED }),
+                    ..GLM_EXPERTS
+                }),
+                mlp_bias: if_said("mlp_bias"),
+                max_position_embeddings: 2048,
+                ..DEEPSEEK
+            },
+            Architecture::DeepseekV3 => Traits {
+                class_name: "DeepseekV3ForCausalLM",
+                model_type: "deepseek_v3",
+                mixture: Some(Mixture {
+                    n: 256,
+                    intermediate_size: Some(2048),
+                    sparse: Sparse::Later { key: "first_k_dense_replace", dense: 3, types_key: None },
+                    factor: 2.5,
+                    groups: [8, 4],
+                    ..GLM_EXPERTS
+                }),
+                max_position_embeddings: 4096,
+                ..DEEPSEEK
+            },
+            Architecture::Glm4MoeLite => Traits {
+                class_name: "Glm4MoeLiteForCausalLM",
+                model_type: "glm4_moe_lite",
+                mixture: Some(Mixture {
+                    n: 64,
+                    chosen: 4,
+                    intermediate_size: Some(1536),
+                    sparse: Sparse::Later {
+                        key: "first_k_dense_replace",
+                        dense: 1,
+                        types_key: Some("mlp_layer_types"),
+                    },
+                    factor: 1.8,
+                    ..GLM_EXPERTS
+                }),
+                max_position_embeddings: 202_752,
+                rms_norm_eps: 1e-5,
+                ..DEEPSEEK
+            },
+            Architecture::Mistral4 => Traits {
+                class_name: "Mistral4ForCausalLM",
+                model_type: "mistral4",
+                required: &["rope_parameters"],
+                mixture: Some(Mixture {
+                    chosen: 4,
+                    intermediate_size: Some(2048),
+                    sparse: Sparse::Later { key: "first_k_dense_replace", dense: 0, types_key: None },
+                    sigmoids: None,
+                    ..GLM_EXPERTS
+                }),
+                max_position_embeddings: 1_048_576,
+                ..DEEPSEEK
+            },
+            Architecture::Youtu => Traits {
+                class_name: "YoutuForCausalLM",
+                model_type: "youtu",
+                max_position_embeddings: 131_072,
+                tie_word_embeddings: true,
+                ..DEEPSEEK
+            },
+            Architecture::MiniCpm3 => Traits {
+                class_name: "MiniCPM3ForCausalLM",
+                model_type: "minicpm3",
+                turns_neighbours: false,
+                neighbours_key: None,
+                mlp_bias: if_said("mlp_bias"),
+                rms_norm_eps: 1e-5,
+                tie_word_embeddings: true,
+                ..DEEPSEEK
             },
             Architecture::Exaone4 => {
                 Traits { class_name: "Exaone4ForCausalLM", model_type: "exaone4", norms: Norms::After, ..EXAONE }
@@ -1095,9 +1222,9 @@ impl Architecture {
         mixture.into_iter().flat_map(|mixture| mixture.keys).copied().chain(shared)
     }
 
-    /// Whether elements of a head are turned with their neighbours.
+    /// Whether elements of a head are turned with their neighbours, where attention is not latent.
     pub(crate) const fn turns_neighbours(self) -> bool {
-        self.traits().turns_neighbours
+        self.traits().turns_neighbours && !self.traits().is_latent
     }
 
     /// Whether its checkpoints have q, k and v as one matrix.

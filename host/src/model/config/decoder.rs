@@ -7,6 +7,7 @@ use perpetua_shared::dtype::Q4_BLOCK;
 
 use super::architecture::{AttentionGate, Biases, Mixture, Normalises, Recurs, Shared, Sliding, Sparse};
 use super::gemma4;
+use super::latent::{self, Latent};
 use super::rope::{self, Rope, RopeScaling};
 use super::{
     Activation, Architecture, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS, MAX_POSITIONS,
@@ -32,6 +33,9 @@ pub struct DecoderConfig {
     pub n_heads: usize,
     /// Per layer, what it attends with.
     pub heads: Vec<Heads>,
+    /// What attention that is latent attends with; of [`heads`](DecoderConfig::heads), the values of each count then,
+    /// and what is turned.
+    pub latent: Option<Latent>,
     /// Added to the mean square before the root. (Granite multiplies what layers add by m. This and the scale of
     /// embeddings are those of the same network with its rows divided by m, which norms do not see.)
     pub rms_norm_eps: f64,
@@ -176,10 +180,12 @@ pub struct Experts {
     pub chosen: usize,
     /// Elements between the linear layers of each.
     pub intermediate_size: usize,
-    /// Whether the parts with which those chosen count add up to 1, or to the factor of [`Experts::sigmoids`].
+    /// Whether the parts with which those chosen count add up to 1, or to the [factor](Experts::factor).
     pub normalise: bool,
     /// Those parts are of the sigmoids of their logits; else of the softmax.
     pub sigmoids: Option<Sigmoids>,
+    /// What those parts are multiplied with.
+    pub factor: f64,
     /// Per layer, whether it has them; else its MLP is the usual one.
     pub layers: Vec<bool>,
     /// Whether the usual MLP is there, too, and each of both behind a norm, what they make before one; an expert then
@@ -198,8 +204,6 @@ pub struct Experts {
 pub struct Sigmoids {
     /// Whether a number of its own is added to each expert's where they are chosen.
     pub are_corrected: bool,
-    /// What they are multiplied with.
-    pub factor: f64,
     /// What is added to the sum of those chosen, where their parts add up.
     pub added: f64,
 }
@@ -289,6 +293,7 @@ pub(super) fn decoder(
     let n_heads = size("num_attention_heads", 1..=MAX_HEADS, [8; 2])?;
 
     let traits = architecture.traits();
+    let latent = latent::latent(fields, architecture, [hidden_size, n_heads])?;
     // Null is not as good as missing: it says that there are as many as heads.
     let default_kv_heads = if fields.has("num_key_value_heads") { None } else { traits.n_kv_heads };
     let n_kv_heads = fields.whole("num_key_value_heads", 1..=MAX_HEADS)?.or(default_kv_heads).unwrap_or(n_heads);
@@ -297,7 +302,11 @@ pub(super) fn decoder(
     }
 
     let default_head_dim = if fields.has("head_dim") { None } else { traits.head_dim };
-    let head_dim = match fields.whole("head_dim", 1..=MAX_HEAD_DIM)?.or(default_head_dim) {
+    let said_head_dim = match latent {
+        Some(latent) => Some(latent.turned_dim),
+        None => fields.whole("head_dim", 1..=MAX_HEAD_DIM)?.or(default_head_dim),
+    };
+    let head_dim = match said_head_dim {
         Some(n) => n,
         None if hidden_size.is_multiple_of(n_heads) => hidden_size / n_heads,
         None => {
@@ -316,7 +325,9 @@ pub(super) fn decoder(
     let max_position_embeddings =
         fields.whole("max_position_embeddings", 1..=MAX_POSITIONS)?.unwrap_or(traits.max_position_embeddings);
 
-    let ropes = rope::ropes(fields, architecture, max_position_embeddings, head_dim)?;
+    // Of what a part may be said to be turned.
+    let of_part = latent.filter(|_| architecture == Architecture::Mistral4).map_or(head_dim, |latent| latent.head_dim());
+    let ropes = rope::ropes(fields, architecture, max_position_embeddings, [head_dim, of_part])?;
     // Files that ask for YaRN often have the number from before.
     let max_position_embeddings = match ropes.full.scaling {
         RopeScaling::Yarn { factor, original_max_position_embeddings: original, .. } => {
@@ -338,8 +349,8 @@ pub(super) fn decoder(
         (true, true) => ropes.sliding.clone(),
         (false, true) => ropes.full.clone(),
     };
-    let of_all =
-        Heads { n_kv: n_kv_heads, dim: head_dim, rotary_dim: ropes.dim, values_are_keys: false, cache_of: None };
+    let dim = latent.map_or(head_dim, |latent| latent.value_dim);
+    let of_all = Heads { n_kv: n_kv_heads, dim, rotary_dim: ropes.dim, values_are_keys: false, cache_of: None };
     let heads = match is_gemma4 {
         true => gemma4::heads(fields, n_heads, of_all, &layers.iter().map(|layer| layer.slides).collect::<Vec<_>>())?,
         false => vec![of_all; n_layers],
@@ -370,7 +381,10 @@ pub(super) fn decoder(
         true => Ok::<f64, ModelError>(fields.real(key, SCALARS)?.unwrap_or(1.0)),
         false => Ok(1.0),
     };
-    let added = multiplier("residual_multiplier")?;
+    let [scale_of_embeddings, added, logits_divisor] = match architecture {
+        Architecture::MiniCpm3 => latent::minicpm3_numbers(fields, [hidden_size, n_layers])?,
+        _ => [multiplier("embedding_multiplier")?, multiplier("residual_multiplier")?, multiplier("logits_scaling")?],
+    };
     let eps_key = traits.eps_keys.iter().find(|key| fields.get(key).is_some()).unwrap_or(&traits.eps_keys[0]);
     let rms_norm_eps = fields.real(eps_key, 0.0..=1.0)?.unwrap_or(traits.rms_norm_eps);
     let sees_all = match is_gemma4 {
@@ -413,20 +427,22 @@ pub(super) fn decoder(
         n_layers,
         n_heads,
         heads,
+        latent,
         rms_norm_eps: rms_norm_eps / (added * added),
         ropes: ropes_of_layers,
         attention_scale: match traits.multiplies {
             true => multiplier("attention_multiplier")?,
             false if is_gemma4 => 1.0,
+            false if let Some(latent) = latent => (latent.head_dim() as f64).powf(-0.5) * ropes.scores_factor,
             // Rounded as transformers does.
             false => f64::from(1.0 / (query_scalar as f32).sqrt()),
         },
         embedding_scale: match architecture {
             Architecture::Gemma3 | Architecture::Gemma4 | Architecture::Gemma4Unified => (hidden_size as f64).sqrt(),
             Architecture::Afmoe if fields.flag("mup_enabled")?.unwrap_or(false) => (hidden_size as f64).sqrt(),
-            _ => multiplier("embedding_multiplier")? / added,
+            _ => scale_of_embeddings / added,
         },
-        logits_divisor: multiplier("logits_scaling")?,
+        logits_divisor,
         logits_cap: if is_gemma4 { fields.real("final_logit_softcapping", 1e-3..=1e3)? } else { None },
         layer_inputs: if is_gemma4 { gemma4::layer_inputs(fields, architecture, vocab_size)? } else { None },
         scales_layers: is_gemma4,
@@ -795,16 +811,28 @@ fn sparse_layers(fields: &Fields<'_>, sparse: Sparse, n_layers: usize, n: usize)
 /// How experts count that do so by the sigmoids of their logits.
 fn sigmoids(fields: &Fields<'_>, mixture: Mixture) -> Result<Option<Sigmoids>, ModelError> {
     let Some(of) = mixture.sigmoids else { return Ok(None) };
-    // Of several groups only some would be chosen from.
-    let (groups, taken) = (fields.whole("n_group", 1..=MAX_HIDDEN)?, fields.whole("topk_group", 1..=MAX_HIDDEN)?);
-    if groups.unwrap_or(1) > taken.unwrap_or(1) {
-        return Err(fields.unsupported("n_group", "as many as topk_group"));
-    }
     Ok(Some(Sigmoids {
         are_corrected: of.corrected_key.map_or(Ok(true), |key| Ok(fields.flag(key)?.unwrap_or(true)))?,
-        factor: of.factor_key.map_or(Ok(None), |key| fields.real(key, 1e-3..=1e3))?.unwrap_or(of.factor),
         added: of.added,
     }))
+}
+
+/// Refuses experts in several groups, of which only some would be chosen from.
+fn refuse_groups(fields: &Fields<'_>, architecture: Architecture, mixture: Mixture) -> Result<(), ModelError> {
+    const METHOD: &str = "topk_method";
+    if architecture == Architecture::DeepseekV2 {
+        match fields.text(METHOD)? {
+            None | Some("greedy") => return Ok(()),
+            Some("group_limited_greedy") => {}
+            Some(_) => return Err(fields.unsupported(METHOD, "\"greedy\"")),
+        }
+    }
+    let number = |key, otherwise| Ok::<_, ModelError>(fields.whole(key, 1..=MAX_HIDDEN)?.unwrap_or(otherwise));
+    let [of_all, of_taken] = mixture.groups;
+    if number("n_group", of_all)? > number("topk_group", of_taken)? {
+        return Err(fields.unsupported("n_group", "as many as topk_group"));
+    }
+    Ok(())
 }
 
 /// The mixtures of experts of `architecture`.
@@ -820,11 +848,20 @@ fn experts(
     let may_be_none = matches!(mixture.sparse, Sparse::Stepped | Sparse::IfSaid { .. });
     let n = fields.whole(key, usize::from(!may_be_none)..=MOST)?.unwrap_or(mixture.n);
     let sigmoids = sigmoids(fields, mixture)?;
+    // They say nothing to the others.
+    if sigmoids.is_some() || architecture.traits().is_latent {
+        refuse_groups(fields, architecture, mixture)?;
+    }
+    let factor = mixture.factor_key.map_or(Ok(None), |key| fields.real(key, 1e-3..=1e3))?.unwrap_or(mixture.factor);
     let said = fields.flag("norm_topk_prob")?;
     let normalise = match mixture.normalises {
         Normalises::Always => true,
         Normalises::Unless => said.unwrap_or(true),
         Normalises::If => said.unwrap_or(false),
+        Normalises::Never if said == Some(true) => {
+            return Err(fields.unsupported("norm_topk_prob", "false for this architecture"));
+        }
+        Normalises::Never => false,
     };
     let layers = sparse_layers(fields, mixture.sparse, n_layers, n)?;
     if !layers.contains(&true) {
@@ -868,6 +905,7 @@ fn experts(
         intermediate_size,
         normalise,
         sigmoids,
+        factor,
         layers,
         stands_beside: architecture.is_gemma4(),
         shared,

@@ -13,6 +13,7 @@ mod architecture;
 mod decoder;
 mod encoder;
 mod gemma4;
+mod latent;
 mod modern_bert;
 mod rope;
 mod stored;
@@ -30,6 +31,7 @@ pub use decoder::{
     StateSpace,
 };
 pub use encoder::BertConfig;
+pub use latent::Latent;
 pub use modern_bert::ModernBertConfig;
 pub use rope::{Rope, RopeScaling};
 pub use stored::Stored;

@@ -59,7 +59,7 @@ pub(super) fn modern_bert(fields: &Fields<'_>) -> Result<ModernBertConfig, Model
     if fields.get("rope_scaling").is_some() {
         return Err(fields.unsupported("rope_scaling", "null"));
     }
-    let ropes = rope::ropes(fields, architecture, max_position_embeddings, head_dim)?;
+    let ropes = rope::ropes(fields, architecture, max_position_embeddings, [head_dim; 2])?;
     let every = fields.whole("global_attn_every_n_layers", 1..=MAX_LAYERS)?.unwrap_or(3);
     let most = || (0..n_layers).map(|layer| !layer.is_multiple_of(every)).collect();
     let slides = typed_layers(fields, n_layers)?.unwrap_or_else(most);

@@ -177,15 +177,18 @@ pub(super) struct Ropes {
     pub(super) dim: usize,
     /// From this position on queries would have to be multiplied with a number of their position's, too.
     pub(super) most_positions: usize,
+    /// What latent attention multiplies scores with, besides.
+    pub(super) scores_factor: f64,
 }
 
 /// What a config.json says of them. Older files have the keys of one embedding beside all others, or in `rope_scaling`;
-/// newer ones in `rope_parameters`, where each type of layer may have its own.
+/// newer ones in `rope_parameters`, where each type of layer may have its own. Heads have `head_dim` elements that may be
+/// turned; where that is said as a part, of `whole`.
 pub(super) fn ropes(
     fields: &Fields<'_>,
     architecture: Architecture,
     max_position_embeddings: usize,
-    head_dim: usize,
+    [head_dim, whole]: [usize; 2],
 ) -> Result<Ropes, ModelError> {
     let traits = architecture.traits();
     let filled = |key| Ok::<_, ModelError>(fields.object(key)?.filter(|given| given.entries().next().is_some()));
@@ -216,14 +219,40 @@ pub(super) fn ropes(
         Some(part) => turned(fields, given.as_ref(), traits.turned_key, head_dim, part)?,
         None => head_dim,
     };
-    let shape = Shape { architecture, original, max_position_embeddings, dim };
+    let whole = if whole == head_dim { dim } else { whole };
+    let shape = Shape { architecture, original, max_position_embeddings, dim, whole };
     // What their classes have by default is not what others have.
     if given.is_none() && matches!(architecture, Architecture::Ministral3 | Architecture::GptOss) {
         return Err(fields.wrong("rope_parameters", "an object"));
     }
     let most_positions = given.as_ref().map_or(Ok(MAX_POSITIONS), |given| most_positions(given, shape))?;
+    let scores_factor = match &given {
+        Some(given) if traits.is_latent => scores_factor(given)?,
+        _ => 1.0,
+    };
     let full = rope(fields, given, (traits.theta_key, traits.rope_theta), shape)?;
-    Ok(Ropes { sliding: full.clone(), full, dim, most_positions })
+    Ok(Ropes { sliding: full.clone(), full, dim, most_positions, scores_factor })
+}
+
+/// See [`Ropes::scores_factor`]: the square of YaRN's factor for all of a head's elements.
+fn scores_factor(given: &Fields<'_>) -> Result<f64, ModelError> {
+    if kind_of(given)? == "default" {
+        return Ok(1.0);
+    }
+    match given.real("mscale_all_dim", YARN_WEIGHTS)? {
+        None | Some(0.0) => Ok(1.0),
+        Some(weight) => Ok(yarn_factor(weight, given.required_real("factor", 1.0..=1e6)?).powi(2)),
+    }
+}
+
+/// Which embedding it is.
+fn kind_of<'f>(given: &'f Fields<'_>) -> Result<&'f str, ModelError> {
+    Ok(given.text(kind_key(given))?.unwrap_or("default"))
+}
+
+/// What says it; older files' name comes second.
+fn kind_key(given: &Fields<'_>) -> &'static str {
+    if given.get("rope_type").is_some() { "rope_type" } else { "type" }
 }
 
 /// See [`Ropes::most_positions`]: Llama 4's scaling multiplies by `1 + beta * ln(1 + floor(position / original))`, that
@@ -298,7 +327,7 @@ fn ropes_by_type(
     } else if architecture.is_gemma4() {
         let full = Rope { theta: 1e6, scaling: RopeScaling::Proportional { part: 0.25, factor: 1.0 } };
         let sliding = Rope { theta: 1e4, scaling: RopeScaling::Default };
-        return Ok(Ropes { full, sliding, dim: head_dim, most_positions: MAX_POSITIONS });
+        return Ok(Ropes { full, sliding, dim: head_dim, most_positions: MAX_POSITIONS, scores_factor: 1.0 });
     }
     if new.as_ref().is_some_and(|new| !is_by_type(new)) {
         // transformers does not heed them.
@@ -316,7 +345,7 @@ fn ropes_by_type(
         }
     }
     let of_type = |name| new.as_ref().map_or(Ok(None), |new| new.object(name));
-    let shape = Shape { architecture, original: None, max_position_embeddings, dim: head_dim };
+    let shape = Shape { architecture, original: None, max_position_embeddings, dim: head_dim, whole: head_dim };
     let of = |given, theta| rope(fields, given, theta, shape);
     let traits = architecture.traits();
     let theta = (traits.theta_key, traits.rope_theta);
@@ -341,7 +370,7 @@ fn ropes_by_type(
         // There would be as many of its numbers as the heads of each type have pairs.
         return Err(fields.unsupported("rope_parameters", "all but longrope for this architecture"));
     }
-    Ok(Ropes { full, sliding, dim: head_dim, most_positions: MAX_POSITIONS })
+    Ok(Ropes { full, sliding, dim: head_dim, most_positions: MAX_POSITIONS, scores_factor: 1.0 })
 }
 
 /// What an embedding's keys are understood by.
@@ -353,6 +382,8 @@ struct Shape {
     max_position_embeddings: usize,
     /// How many elements of a head are turned.
     dim: usize,
+    /// As many, or more, of which that may be said to be a part.
+    whole: usize,
 }
 
 /// One embedding, of which `given` has the keys that are not beside all others; the base is there called as `theta`
@@ -368,7 +399,7 @@ fn rope(
     const KINDS_OF_PARTS: &str = "default, linear, llama3, yarn, longrope";
     const PART: &str = "partial_rotary_factor";
     const THETA: std::ops::RangeInclusive<f64> = 1.0..=MAX_THETA;
-    let Shape { architecture, max_position_embeddings, dim, .. } = shape;
+    let Shape { architecture, max_position_embeddings, dim, whole, .. } = shape;
     let traits = architecture.traits();
     let (mut theta, mut scaling) = (None, RopeScaling::Default);
     let (mut partial, mut is_beside) = (fields.clone(), true);
@@ -376,9 +407,9 @@ fn rope(
     let reads_beside = architecture != Architecture::Mellum && !architecture.is_gemma4();
     if let Some(given) = given {
         theta = given.real("rope_theta", THETA)?;
-        let kind_key = if given.get("rope_type").is_some() { "rope_type" } else { "type" };
+        let kind_key = kind_key(&given);
         let original = || original_of(&given, shape);
-        scaling = match given.text(kind_key)?.unwrap_or("default") {
+        scaling = match kind_of(&given)? {
             "default" => RopeScaling::Default,
             // Positions in a picture have three numbers, which are one in text.
             "mrope" if given.get("mrope_section").is_some() => RopeScaling::Default,
@@ -418,8 +449,11 @@ fn rope(
     }
     let is_proportional = matches!(scaling, RopeScaling::Proportional { .. });
     let is_heeded = traits.turned_part.is_some() || is_proportional && (reads_beside || !is_beside);
-    if !is_heeded && partial.get(PART).is_some_and(|v| v.as_f64() != Some(1.0)) {
-        return Err(partial.unsupported(PART, "1 (the whole head is turned)"));
+    let turns_dim = |part: f64| if whole == dim { part == 1.0 } else { (whole as f64 * part) as usize == dim };
+    if !is_heeded && partial.get(PART).is_some_and(|v| !v.as_f64().is_some_and(turns_dim)) {
+        let part = dim as f64 / whole as f64;
+        let expected = if whole == dim { "1 (the whole head is turned)".to_owned() } else { part.to_string() };
+        return Err(partial.unsupported(PART, expected));
     }
     let theta = match theta {
         Some(theta) => theta,
@@ -473,10 +507,9 @@ fn yarn(given: &Fields<'_>, original: usize, max_position_embeddings: usize) -> 
     if beta_fast < beta_slow {
         return Err(given.wrong("beta_fast", format!("at least beta_slow, {beta_slow}")));
     }
-    // 1 or more, as the paper has it; by how much a file may say, for the scores or for all.
-    let of = |weight: f64| 0.1 * weight * factor.ln() + 1.0;
-    const WEIGHTS: std::ops::RangeInclusive<f64> = 0.0..=1e3;
-    let (mscale, of_all) = (given.real("mscale", WEIGHTS)?, given.real("mscale_all_dim", WEIGHTS)?);
+    // By how much, a file may say for the scores or for all.
+    let of = |weight| yarn_factor(weight, factor);
+    let (mscale, of_all) = (given.real("mscale", YARN_WEIGHTS)?, given.real("mscale_all_dim", YARN_WEIGHTS)?);
     let attention_factor = match given.real("attention_factor", 1e-3..=1e3)? {
         Some(factor) => factor,
         None => match (mscale.unwrap_or(0.0), of_all.unwrap_or(0.0)) {
@@ -492,6 +525,13 @@ fn yarn(given: &Fields<'_>, original: usize, max_position_embeddings: usize) -> 
         attention_factor,
         original_max_position_embeddings: original,
     })
+}
+
+const YARN_WEIGHTS: std::ops::RangeInclusive<f64> = 0.0..=1e3;
+
+/// How much sharper attention is where frequencies are divided by `factor`, at least 1: 1 or more, as the paper has it.
+fn yarn_factor(weight: f64, factor: f64) -> f64 {
+    0.1 * weight * factor.ln() + 1.0
 }
 
 #[cfg(test)]
