@@ -485,7 +485,9 @@ fn products_of_what_others_make_wait_for_it() {
     let access = |tensor, kind| Some(Access { tensor, kind, map: [Some(0), None, None] });
     let accesses = vec![access(v, AccessKind::Read), None, access(made, AccessKind::Write)];
     let (name, grid) = ("silu".to_owned(), [5, 1, 1]);
-    graph.customized(BlockOp { name, grid, accesses, row_axis: None, rows: 0, head_axis: None, kernel: Some(kernel) }).unwrap();
+    graph
+        .customized(BlockOp { name, grid, accesses, row_axis: None, rows: 0, head_axis: None, kernel: Some(kernel) })
+        .unwrap();
     let y = graph.linear("y", rounded, made, None, Activation::None, None).unwrap();
     graph.output("y", y).unwrap();
     let bytes = |salt, len: usize| -> Vec<u8> {
@@ -521,7 +523,15 @@ fn an_operator_cut_by_hand_is_run_and_judged() {
         let access = |tensor, kind| Some(Access { tensor, kind, map: [Some(1), None, None] });
         let accesses = vec![access(normed, AccessKind::Read), None, access(y, kind)];
         let (name, grid) = ("relu".to_owned(), [7, 1, 1]);
-        graph.customized(BlockOp { name, grid, accesses, row_axis: None, rows: 0, head_axis: None, kernel: Some(kernel) })?;
+        graph.customized(BlockOp {
+            name,
+            grid,
+            accesses,
+            row_axis: None,
+            rows: 0,
+            head_axis: None,
+            kernel: Some(kernel),
+        })?;
         graph.output("y", y).unwrap();
         Ok::<_, perpetua::graph::kernel::GraphError>(graph)
     };

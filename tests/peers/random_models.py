@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMaskedLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMaskedLM, Mistral4ForCausalLM, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "fixtures"))
 from make_fixtures import fp8, save_fp8, save_mxfp4, to_mxfp4
@@ -33,6 +33,8 @@ RECURRENT = ["qwen3_5_text", "qwen3_next", "lfm2", "lfm2_moe", "lfm3"]
 EXPERTS = ["mixtral", "granitemoe", "granitemoeshared", "granitemoehybrid", "qwen3_moe", "qwen2_moe", "olmoe", "qwen3_5_moe_text", "gpt_oss", "mellum", "granitemoe_swa"]
 # The same, chosen by corrected sigmoids.
 BY_SIGMOID = ["lfm2_moe", "glm4_moe", "solar_open", "exaone_moe", "dots1", "afmoe", "minimax_m2"]
+# Attention to latents, the first of them with experts.
+LATENT = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu", "minicpm3"]
 # Models that see, too, and the one in them that reads.
 HALVES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "qwen3_vl": "qwen3", "qwen2_5_vl": "qwen2", "mistral3": "mistral", "gemma3": "gemma3_text", "llava": "llama", "internvl": "qwen3", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}
 ENCODERS = ["bert", "roberta", "xlm-roberta", "camembert", "modernbert"]
@@ -74,6 +76,43 @@ def longrope(r, head_dim):
         given |= {"long_factor": [r.uniform(1, 30) for _ in range(dim // 2)]}
         given |= r.choice([{}, {}, {"factor": 4.0}, {"attention_factor": 1.2}])
     return given
+
+
+def latent(r, kind, c):
+    """What configurations with latent attention have more, or instead."""
+    heads, layers = c["num_attention_heads"], c["num_hidden_layers"]
+    turned = r.choice([2, 4, 8, 16, 32, 64])
+    c.pop("head_dim", None)
+    more = {"num_key_value_heads": heads, "qk_rope_head_dim": turned, "qk_nope_head_dim": r.choice([4, 8, 11, 16, 24, 48, 64, 128])}
+    more |= {"q_lora_rank": r.choice([None, 8, 24, 33, 64, 192]), "kv_lora_rank": r.choice([8, 16, 24, 33, 64, 128, 512])}
+    more |= {"v_head_dim": r.choice([4, 8, 11, 16, 33, 64, 128]), "attention_bias": r.random() < 0.3}
+    if kind == "deepseek_v2":  # transformers wants pairs on two elements
+        more |= {key: more[key] + more[key] % 2 for key in ["qk_nope_head_dim", "kv_lora_rank"]}
+    if kind in ("deepseek_v2", "minicpm3"):  # and it so
+        more["hidden_size"] = heads * max(1, c["hidden_size"] // heads)
+    if kind not in ("deepseek_v2", "minicpm3"):
+        more["rope_interleave"] = r.random() < 0.7
+    if kind == "minicpm3":
+        more |= {"scale_emb": r.choice([1, 12, 3.5]), "scale_depth": r.choice([None, 1.4, 0.7]), "dim_model_base": r.choice([None, 16, 256])}
+        more |= {"mlp_bias": r.random() < 0.3, "rope_parameters": longrope(r, turned)}
+        more["rope_parameters"].pop("partial_rotary_factor")
+        if more["rope_parameters"]["rope_type"] == "longrope":
+            numbers = {key: [r.uniform(1, 2) for _ in range(turned // 2)] for key in ["short_factor", "long_factor"]}
+            # The first training's context is what it looks for; these are as long.
+            more["rope_parameters"] |= numbers | {"original_max_position_embeddings": c["max_position_embeddings"]}
+    elif kind == "mistral4":
+        yarn = {"rope_type": "yarn", "rope_theta": r.choice([1e4, 1e6]), "factor": r.choice([2.0, 16.0]), "original_max_position_embeddings": r.choice([128, 256])}
+        more["rope_parameters"] = yarn | {"mscale": 1.0, "mscale_all_dim": r.choice([0.0, 1.0]), "llama_4_scaling_beta": 0.1}
+    elif c["rope_parameters"]["rope_type"] == "yarn" and r.random() < 0.7:
+        more["rope_parameters"] = c["rope_parameters"] | {"mscale": r.choice([0.707, 1.0]), "mscale_all_dim": r.choice([0.707, 1.0])}
+    if kind in ("youtu", "minicpm3"):
+        return more
+    experts = r.choice([2, 4, 8])
+    more |= {"n_routed_experts": experts, "num_experts_per_tok": r.randint(1, min(experts, 4)), "moe_intermediate_size": r.choice([8, 24, 64])}
+    more |= {"n_shared_experts": r.choice([1, 2]), "n_group": 1, "topk_group": 1, "routed_scaling_factor": r.choice([1.0, 2.5])}
+    more |= {"norm_topk_prob": r.random() < 0.7} if kind != "deepseek_v2" else {"mlp_bias": r.random() < 0.3}
+    more |= {"mlp_layer_types": [r.choice(["dense", "sparse"]) for _ in range(layers)]} if kind == "glm4_moe_lite" else {"first_k_dense_replace": r.randrange(layers + 1)}
+    return more
 
 
 def text_config(r, kind):
@@ -235,6 +274,8 @@ def text_config(r, kind):
         experts = r.choice([2, 4, 8])
         moe = {"num_experts": experts, "top_k_experts": r.randint(1, min(experts, 4)), "moe_intermediate_size": r.choice([8, 24, 64])}
         c |= {"enable_moe_block": True, **moe} if r.random() < 0.4 else {}
+    if kind in LATENT:
+        c |= latent(r, kind, c)
     if kind == "gemma3_text":
         c |= {"query_pre_attn_scalar": r.choice([head_dim, 100, 168]), "sliding_window": r.choice([2, 8, 16, 64])}
         c["layer_types"] = [r.choice(["sliding_attention", "full_attention"]) for _ in range(layers)]
@@ -325,7 +366,7 @@ def in_fp8(folder, r, kind):
 
 
 def text(r, seed, only, run, is_fp8):
-    kind = r.choice(only or DECODERS + RECURRENT + EXPERTS + BY_SIGMOID[1:] + list(HALVES))
+    kind = r.choice(only or DECODERS + RECURRENT + EXPERTS + BY_SIGMOID[1:] + LATENT + list(HALVES))
     c, dtype = text_config(r, HALVES.get(kind, kind)), torch.bfloat16 if is_fp8 else r.choice(DTYPES)
     if kind in HALVES:
         if kind.startswith("qwen"):  # a position of a picture has three numbers: which pairs each turns
@@ -336,7 +377,9 @@ def text(r, seed, only, run, is_fp8):
         given = {"text_config": c | {"model_type": HALVES[kind]}, "tie_word_embeddings": c["tie_word_embeddings"]}
         model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **given, vision_config=vision_config(kind, c)), experts_implementation="eager").float()
     else:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **c), experts_implementation="eager").float()
+        # Not among those that transformers 5.24 finds by itself.
+        of = Mistral4ForCausalLM._from_config if kind == "mistral4" else AutoModelForCausalLM.from_config
+        model = of(AutoConfig.for_model(kind, **c), experts_implementation="eager").float()
     randomise(model, r, kind, dtype)
     # gpt-oss's experts as its published files have them.
     is_whole = all(c[key] % 32 == 0 for key in ["hidden_size", "intermediate_size"])
@@ -358,7 +401,7 @@ def text(r, seed, only, run, is_fp8):
             expected = logits(in_fp8(folder, r, kind))
         # Where RoPE is not scaled, older files of gpt-oss would not say so.
         is_said = kind != "gpt_oss" or c["rope_parameters"]["rope_type"] != "default"
-        if kind not in (*BY_TYPE, *HALVES, "ministral3") and r.random() < 0.4 and is_said:
+        if kind not in (*BY_TYPE, *HALVES, "ministral3", "mistral4") and r.random() < 0.4 and is_said:
             older_keys(folder, r)
         line, wrong = f"{seed} {kind}{' in MXFP4' if packed else ' in FP8' if is_fp8 else ''} {n} tokens {str(dtype)[6:]}", False
         for device in ["reference", "cpu"]:

@@ -1173,32 +1173,35 @@ mod rowwise {
         fn rope_agrees_with_its_reference(
             isa in isas(), cache in dtypes(), rows in 0usize..4, n_kv in 1usize..3, group in 1usize..4,
             half in 1..below(70, 20), first in 0..below(50, 4), normed in any::<bool>(), part in 0.0..2.0,
-            appends in any::<bool>(), norms_values in 0u32..2, kind in 0u32..7, seed in any::<u64>(),
+            appends in any::<bool>(), value in 0..below(300, 40), norms_values in 0u32..2, kind in 0u32..7,
+            seed in any::<u64>(),
         ) {
             let d = 2 * half;
+            // Of values of the same size, or another.
+            let n = if value % 2 == 0 { d } else { value };
             // All, or some.
             let turned_pairs = half.min((part * half as f64) as usize) as u32;
             let norm = |s: u64| match normed {
                 true => Memory::new(DType::Bf16, &[d], 0, 1, |i| noise(seed ^ s, i)),
                 false => Memory::absent(),
             };
-            let of_head = |s: u64| match appends {
+            let of_head = |s: u64, d| match appends {
                 true => Memory::new(DType::F32, &[rows, n_kv, d], 3, 1, |i| special(kind, seed ^ s, i)),
                 false => Memory::absent(),
             };
-            let of_cache = || match appends {
+            let of_cache = |d| match appends {
                 true => Memory::new(cache, &[n_kv, first + rows + 2, d], 0, 1, |_| 7.0),
                 false => Memory::absent(),
             };
             let io = [
                 Memory::new(DType::F32, &[rows, n_kv, group, d], 3, 1, |i| special(kind, seed, i)),
-                of_head(1),
-                of_head(2),
+                of_head(1, d),
+                of_head(2, n),
                 norm(3),
                 if appends { norm(4) } else { Memory::absent() },
                 Memory::new(DType::F32, &[half], 0, 1, |i| 1.0 / (i + 1) as f32),
-                of_cache(),
-                of_cache(),
+                of_cache(d),
+                of_cache(n),
             ];
             let params = rope::Params { eps: 1e-6, turned_pairs, factor: 1.25, norms_values };
             let results = both::<Rope>(isa, &params, &io, step(first as u32, rows as u32), 0);

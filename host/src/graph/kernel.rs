@@ -1205,9 +1205,9 @@ pub fn whole_operand(tensor: &DTensor) -> Operand {
 /// `operand` of a head alone, which are its dimension `dim`.
 pub(super) fn of_one_head(mut operand: Operand, dim: u8) -> Operand {
     let (first, end) = (usize::from(dim), usize::from(operand.rank));
-    for of in [&mut operand.extent, &mut operand.stride_elems] {
+    for (of, beyond) in [(&mut operand.extent, 1), (&mut operand.stride_elems, 0)] {
         of[first..end].rotate_left(1);
-        of[end - 1] = 0;
+        of[end - 1] = beyond;
     }
     operand.rank -= 1;
     operand

@@ -709,7 +709,8 @@ impl<'a> Decoder<'a> {
         logits: TensorId,
         residual: Option<TensorId>,
     ) -> Result<ExpertArgs, BuildError> {
-        let Experts { n, chosen, intermediate_size, normalise, sigmoids, factor, limited, stands_beside, .. } = *experts;
+        let Experts { n, chosen, intermediate_size, normalise, sigmoids, factor, limited, stands_beside, .. } =
+            *experts;
         let hidden_size = self.config.hidden_size;
         let names = ExpertNames::of(self.config.architecture);
         let prefix = format!("model.layers.{layer}");

@@ -492,7 +492,7 @@ impl ExpertNames {
             }
             Architecture::GptOss => ("mlp.router", "mlp.experts", usual, None),
             Architecture::Afmoe => ("mlp.router.gate", "mlp.experts", usual, None),
-            Architecture::Qwen35Moe => ("mlp.gate", "mlp.experts", usual, Some(EXPERT_STACKS)),
+            Architecture::Qwen35Moe | Architecture::Mistral4 => ("mlp.gate", "mlp.experts", usual, Some(EXPERT_STACKS)),
             Architecture::Gemma4 => {
                 ("router.proj", "experts", usual, Some(["experts.gate_up_proj", "experts.down_proj"]))
             }
@@ -506,7 +506,7 @@ impl ExpertNames {
             Architecture::Gemma4 => "router.per_expert_scale",
             _ => "mlp.gate.e_score_correction_bias",
         };
-        let may_be_apart = architecture == Architecture::Qwen35Moe;
+        let may_be_apart = matches!(architecture, Architecture::Qwen35Moe | Architecture::Mistral4);
         ExpertNames { router, correction, experts, parts, stacks, may_be_apart }
     }
 

@@ -171,15 +171,16 @@ fn of_latent(c: &DecoderConfig, of: Latent, layer: usize) -> Vec<(Remade, Tensor
     let Latent { query_rank, rank, still_dim, turned_dim, value_dim, turns_neighbours } = of;
     let (heads, of_query, of_both) = (c.n_heads, of.head_dim(), still_dim + value_dim);
     let mut all = Vec::new();
-    let mut add = |[made, of]: [&str; 2], kind, [from, columns]: [usize; 2], shape, origin: &dyn Fn(String) -> Origin| {
-        let name = |part: &str| format!("model.layers.{layer}.{part}.{kind}");
-        let (shape_of, role) = match kind {
-            "bias" => (vec![from], Role::Bias),
-            _ => (vec![from, columns], Role::Linear),
+    let mut add =
+        |[made, of]: [&str; 2], kind, [from, columns]: [usize; 2], shape, origin: &dyn Fn(String) -> Origin| {
+            let name = |part: &str| format!("model.layers.{layer}.{part}.{kind}");
+            let (shape_of, role) = match kind {
+                "bias" => (vec![from], Role::Bias),
+                _ => (vec![from, columns], Role::Linear),
+            };
+            let of = TensorSpec { name: name(of), shape: shape_of, role };
+            all.push((Remade { name: name(made), shape, of: origin(of.name.clone()), matrices: from }, of));
         };
-        let of = TensorSpec { name: name(of), shape: shape_of, role };
-        all.push((Remade { name: name(made), shape, of: origin(of.name.clone()), matrices: from }, of));
-    };
     let rows = |runs: Vec<Run>| move |rows: String| Origin::Rows { rows, runs: runs.clone() };
     // Those of a head from `first` on that are turned, one half and the other.
     let turned = |first: usize| match turns_neighbours {
@@ -390,7 +391,9 @@ impl Remade {
             Origin::ColumnsOfHeads { heads, .. } => {
                 let (bytes, columns) = (dtype.size_bytes(), rows / heads);
                 let of_head = self.matrices / heads * columns * bytes;
-                for (out, from) in made.chunks_exact_mut(columns * k * bytes).zip(sources[0].bytes.chunks_exact(of_head)) {
+                for (out, from) in
+                    made.chunks_exact_mut(columns * k * bytes).zip(sources[0].bytes.chunks_exact(of_head))
+                {
                     let from = &from[..k * columns * bytes];
                     transposed([columns, k], Every::ONE, bytes, (from, columns), out);
                 }

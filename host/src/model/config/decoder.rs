@@ -326,7 +326,8 @@ pub(super) fn decoder(
         fields.whole("max_position_embeddings", 1..=MAX_POSITIONS)?.unwrap_or(traits.max_position_embeddings);
 
     // Of what a part may be said to be turned.
-    let of_part = latent.filter(|_| architecture == Architecture::Mistral4).map_or(head_dim, |latent| latent.head_dim());
+    let of_part =
+        latent.filter(|_| architecture == Architecture::Mistral4).map_or(head_dim, |latent| latent.head_dim());
     let ropes = rope::ropes(fields, architecture, max_position_embeddings, [head_dim, of_part])?;
     // Files that ask for YaRN often have the number from before.
     let max_position_embeddings = match ropes.full.scaling {
@@ -395,7 +396,7 @@ pub(super) fn decoder(
         return Err(fields.unsupported("use_bidirectional_attention", "false for this architecture"));
     }
     let is_bidirectional = sees_all || fields.flag("is_causal")? == Some(false);
-    if is_bidirectional && is_gemma4 {
+    if is_bidirectional && (is_gemma4 || latent.is_some()) {
         return Err(fields.unsupported("is_causal", "true for this architecture"));
     }
     let recurrent = recurrent(fields, architecture, n_layers, rms_norm_eps)?;

@@ -34,8 +34,8 @@ pub(super) fn with(base: Value, change: &Value) -> Value {
 }
 
 /// Those of experts that are chosen by corrected sigmoids.
-fn corrected(factor: f64, added: f64) -> Option<Sigmoids> {
-    Some(Sigmoids { are_corrected: true, factor, added })
+fn corrected(added: f64) -> Option<Sigmoids> {
+    Some(Sigmoids { are_corrected: true, added })
 }
 
 /// As most are, in no layers.
@@ -49,6 +49,7 @@ fn experts_of([n, chosen, intermediate_size]: [usize; 3], normalise: bool) -> Ex
         intermediate_size,
         normalise,
         sigmoids,
+        factor: 1.0,
         layers,
         stands_beside,
         shared,
@@ -155,7 +156,7 @@ fn experts_chosen_by_corrected_sigmoids() {
     });
     let config = decoder_of(&glm);
     let shared = Some(SharedExpert { intermediate_size: 1408, is_weighed: false });
-    let (layers, sigmoids) = (vec![false, true, true], corrected(1.0, 1e-20));
+    let (layers, sigmoids) = (vec![false, true, true], corrected(1e-20));
     let experts = Experts { layers, shared, sigmoids, ..experts_of([128, 8, 1408], true) };
     assert_eq!(config.experts, Some(experts.clone()));
     assert_eq!((config.intermediate_size, config.heads[0].rotary_dim, config.qk_norm), (10944, 64, QkNorm::None));
@@ -166,8 +167,8 @@ fn experts_chosen_by_corrected_sigmoids() {
         "num_local_experts": 64, "n_routed_experts": null, "mlp_layer_types": ["unheard of"],
     }));
     let shared = Some(SharedExpert { intermediate_size: 2816, is_weighed: false });
-    let (layers, sigmoids) = (vec![false, false, true], corrected(2.5, 1e-20));
-    assert_eq!(larger.experts, Some(Experts { n: 64, normalise: false, layers, shared, sigmoids, ..experts }));
+    let (layers, factor) = (vec![false, false, true], 2.5);
+    assert_eq!(larger.experts, Some(Experts { n: 64, normalise: false, layers, shared, factor, ..experts }));
     assert_eq!(larger.qk_norm, QkNorm::Heads);
     assert_eq!(of(json!({ "first_k_dense_replace": 3 })).experts, None);
     assert_eq!(of(json!({ "n_group": 4, "topk_group": 4 })), config);
@@ -214,8 +215,8 @@ fn experts_chosen_by_corrected_sigmoids() {
     let exaone = decoder_of(&file);
     let of_exaone = exaone.experts.expect("experts");
     assert_eq!(
-        (of_exaone.n, of_exaone.layers, of_exaone.sigmoids),
-        (16, vec![true, false, true], corrected(2.5, 1e-20))
+        (of_exaone.n, of_exaone.layers, of_exaone.sigmoids, of_exaone.factor),
+        (16, vec![true, false, true], corrected(1e-20), 2.5)
     );
     assert_eq!((exaone.qk_norm, exaone.attention_bias), (QkNorm::Heads, false));
     assert_eq!(exaone.windows, [Some(128), None, Some(128)]);
@@ -232,7 +233,7 @@ fn experts_chosen_by_corrected_sigmoids() {
     // Null says that nothing is left out.
     assert_eq!(decoder_of(&with(file.clone(), &json!({ "partial_rotary_factor": null }))).heads[0].rotary_dim, 128);
     let minimax = decoder_of(&file);
-    let experts = Experts { layers: vec![true; 3], sigmoids: corrected(1.0, 0.0), ..experts_of([256, 8, 1536], true) };
+    let experts = Experts { layers: vec![true; 3], sigmoids: corrected(0.0), ..experts_of([256, 8, 1536], true) };
     assert_eq!(minimax.experts, Some(experts));
     assert_eq!((minimax.qk_norm, minimax.heads[0].rotary_dim, minimax.attention_bias), (QkNorm::Rows, 64, false));
     // LFM2's first layers have an MLP whose size is as it is said, and experts may be chosen as they are.
@@ -248,13 +249,136 @@ fn experts_chosen_by_corrected_sigmoids() {
         decoder_of(&with(file, &change))
     };
     let config = lfm(json!({}));
-    let (layers, sigmoids) = (vec![false, false, true], corrected(1.0, 1e-6));
+    let (layers, sigmoids) = (vec![false, false, true], corrected(1e-6));
     assert_eq!(config.experts, Some(Experts { layers, sigmoids, ..experts_of([32, 4, 1792], true) }));
     assert_eq!((config.intermediate_size, config.tie_word_embeddings), (7168, true));
     assert_eq!(config.recurrent.map(|of| of.layers), Some(vec![true, true, false]));
     let plain = lfm(json!({ "use_expert_bias": false, "tie_embedding": false }));
     let sigmoids = plain.experts.and_then(|of| of.sigmoids);
     assert_eq!((sigmoids.map(|of| of.are_corrected), plain.tie_word_embeddings), (Some(false), false));
+}
+
+#[test]
+fn latent_attention() {
+    // As GLM 4.7 Flash's published file has it, but for the layers.
+    let glm = json!({
+        "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": false, "first_k_dense_replace": 1, "hidden_act": "silu",
+        "hidden_size": 2048, "intermediate_size": 10240, "kv_lora_rank": 512, "max_position_embeddings": 202_752,
+        "model_type": "glm4_moe_lite", "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 1,
+        "norm_topk_prob": true, "num_attention_heads": 20, "num_experts_per_tok": 4, "num_hidden_layers": 3,
+        "num_key_value_heads": 20, "num_nextn_predict_layers": 1, "partial_rotary_factor": 1.0, "q_lora_rank": 768,
+        "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-5, "rope_scaling": null, "rope_theta": 1_000_000,
+        "routed_scaling_factor": 1.8, "tie_word_embeddings": false, "topk_group": 1, "topk_method": "noaux_tc",
+        "v_head_dim": 256, "vocab_size": 154_880,
+    });
+    let config = decoder_of(&glm);
+    let turns_neighbours = true;
+    let latent =
+        Latent { query_rank: Some(768), rank: 512, still_dim: 192, turned_dim: 64, value_dim: 256, turns_neighbours };
+    assert_eq!((config.latent, latent.head_dim(), latent.cached_dim()), (Some(latent), 256, 576));
+    let heads = Heads { n_kv: 20, dim: 256, rotary_dim: 64, values_are_keys: false, cache_of: None };
+    assert_eq!((config.heads, config.attention_scale), (vec![heads; 3], 1.0 / 16.0));
+    let shared = Some(SharedExpert { intermediate_size: 1536, is_weighed: false });
+    let (layers, sigmoids) = (vec![false, true, true], corrected(1e-20));
+    let experts = Experts { layers, shared, sigmoids, factor: 1.8, ..experts_of([64, 4, 1536], true) };
+    assert_eq!(config.experts, Some(experts.clone()));
+    let of = |change: Value| decoder_of(&with(glm.clone(), &change));
+    let in_halves =
+        of(json!({ "rope_interleave": false, "q_lora_rank": null, "mlp_layer_types": ["sparse", "sparse", "sparse"] }));
+    assert_eq!(in_halves.latent, Some(Latent { query_rank: None, turns_neighbours: false, ..latent }));
+    assert_eq!(in_halves.experts.map(|of| of.layers), Some(vec![true; 3]));
+    for (change, expected) in [
+        (
+            json!({ "num_key_value_heads": 4 }),
+            "num_key_value_heads: 4 is not supported; supported: as many as num_attention_heads, 20",
+        ),
+        (json!({ "qk_rope_head_dim": 63 }), "qk_rope_head_dim: 63, expected an even number"),
+        (json!({ "kv_lora_rank": null }), "kv_lora_rank: missing, expected"),
+        (json!({ "v_head_dim": 0 }), "v_head_dim: 0, expected"),
+        (json!({ "partial_rotary_factor": 0.5 }), "partial_rotary_factor: 0.5 is not supported"),
+        (json!({ "n_group": 8, "topk_group": 4 }), "n_group: 8 is not supported"),
+        (json!({ "is_causal": false }), "is_causal: false is not supported"),
+    ] {
+        let error = parse(&with(glm.clone(), &change)).expect_err(expected);
+        assert!(error.contains(expected), "{error}");
+    }
+    let without = |key: &str, model_type: &str| {
+        let mut file = with(glm.clone(), &json!({ "architectures": null, "model_type": model_type }));
+        file.as_object_mut().expect("keys").shift_remove(key);
+        parse(&file)
+    };
+    assert!(
+        without("q_lora_rank", "glm4_moe_lite")
+            .expect_err("missing")
+            .contains("q_lora_rank: missing, expected a number, or null")
+    );
+    // DeepSeek V3's class has groups by default.
+    assert!(without("rope_theta", "deepseek_v3").is_ok());
+    assert!(without("n_group", "deepseek_v3").expect_err("groups").contains("n_group"));
+
+    // DeepSeek V2 Lite's: YaRN's factor of all of a head's elements is the scores', twice.
+    let lite = json!({
+        "architectures": ["DeepseekV2ForCausalLM"], "first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 10944,
+        "kv_lora_rank": 512, "max_position_embeddings": 163_840, "model_type": "deepseek_v2", "moe_intermediate_size": 1408,
+        "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": false, "num_attention_heads": 16,
+        "num_experts_per_tok": 6, "num_hidden_layers": 2, "num_key_value_heads": 16, "q_lora_rank": null, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 10_000, "routed_scaling_factor": 1.0,
+        "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+                         "original_max_position_embeddings": 4096, "type": "yarn"},
+        "scoring_func": "softmax", "topk_group": 1, "topk_method": "greedy", "v_head_dim": 128, "vocab_size": 102_400,
+    });
+    let config = decoder_of(&lite);
+    let factor = 0.0707 * 40f64.ln() + 1.0;
+    assert!((config.attention_scale * 192f64.sqrt() / (factor * factor) - 1.0).abs() < 1e-12);
+    assert_eq!(config.ropes[0].factor(), 1.0);
+    let experts = config.experts.expect("experts");
+    assert_eq!((experts.sigmoids, experts.normalise, experts.layers), (None, false, vec![false, true]));
+    for (change, expected) in [
+        (json!({ "norm_topk_prob": true }), "norm_topk_prob: true is not supported"),
+        (json!({ "topk_method": "noaux_tc" }), "topk_method: \"noaux_tc\" is not supported; supported: \"greedy\""),
+        (
+            json!({ "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3 }),
+            "n_group: 8 is not supported",
+        ),
+        (json!({ "num_experts_per_tok": null }), "num_experts_per_tok: missing"),
+    ] {
+        let error = parse(&with(lite.clone(), &change)).expect_err(expected);
+        assert!(error.contains(expected), "{error}");
+    }
+    // Of several groups all may be chosen from.
+    assert!(
+        parse(&with(lite.clone(), &json!({ "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 8 })))
+            .is_ok()
+    );
+
+    // Mistral 4's says which part of a head is turned, and ends where queries would be multiplied.
+    let mistral = with(
+        lite,
+        &json!({
+            "architectures": ["Mistral4ForCausalLM"], "model_type": "mistral4", "norm_topk_prob": true, "rope_scaling": null,
+            "rope_parameters": {"factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0,
+                                "original_max_position_embeddings": 8192, "partial_rotary_factor": 64.0 / 192.0,
+                                "rope_theta": 1e4, "rope_type": "yarn"},
+        }),
+    );
+    let config = decoder_of(&mistral);
+    assert_eq!((config.max_position_embeddings, config.heads[0].rotary_dim), (8192, 64));
+    assert!(config.experts.is_some_and(|experts| experts.normalise && experts.sigmoids.is_none()));
+
+    // MiniCPM 3's numbers, as its published file has them.
+    let minicpm = json!({
+        "architectures": ["MiniCPM3ForCausalLM"], "dim_model_base": 256, "hidden_size": 2560, "intermediate_size": 6400,
+        "kv_lora_rank": 256, "model_type": "minicpm3", "num_attention_heads": 40, "num_hidden_layers": 62,
+        "num_key_value_heads": 40, "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "scale_depth": 1.4,
+        "scale_emb": 12, "vocab_size": 73_448,
+    });
+    let config = decoder_of(&minicpm);
+    let added = 1.4 / 62f64.sqrt();
+    assert_eq!((config.embedding_scale, config.logits_divisor), (12.0 / added, 10.0));
+    assert_eq!(config.rms_norm_eps, 1e-5 / (added * added));
+    assert_eq!(config.latent.map(|of| (of.value_dim, of.turns_neighbours)), Some((64, false)));
+    let plain = decoder_of(&with(minicpm, &json!({ "scale_depth": null, "dim_model_base": null })));
+    assert_eq!((plain.embedding_scale, plain.logits_divisor), (12.0, 1.0));
 }
 
 #[test]
@@ -710,8 +834,8 @@ fn what_is_not_done_is_refused_by_name() {
         "config.json: rope_scaling.rope_type: \"dynamic\" is not supported; supported: default, linear, llama3, yarn, \
          longrope, proportional"
     );
-    let message = refused(json!({"architectures": ["DeepseekV3ForCausalLM"]}));
-    let expected = "config.json: architectures: DeepseekV3ForCausalLM is not supported; supported: Qwen3ForCausalLM, ";
+    let message = refused(json!({"architectures": ["DeepseekV32ForCausalLM"]}));
+    let expected = "config.json: architectures: DeepseekV32ForCausalLM is not supported; supported: Qwen3ForCausalLM, ";
     assert!(message.starts_with(expected), "{message}");
     assert!(message.ends_with(&Architecture::ALL.map(Architecture::class_name).join(", ")), "{message}");
     for (change, word) in [
@@ -1095,7 +1219,7 @@ fn compositions() {
     assert!(said("mellum", json!({})).contains("rope_parameters: missing"));
     // dots.llm1: experts as GLM's, but in all layers, not normalised, and without others beside them.
     let dots = of("dots1", json!({ "num_key_value_heads": 8, "n_routed_experts": 16, "num_experts_per_tok": 4 }));
-    let sigmoids = corrected(1.0, 1e-20);
+    let sigmoids = corrected(1e-20);
     let experts = Experts { layers: vec![true; 2], sigmoids, ..experts_of([16, 4, 1408], false) };
     assert_eq!((dots.experts, dots.qk_norm, dots.windows), (Some(experts), QkNorm::Heads, vec![None, None]));
     let windows =
@@ -1109,7 +1233,7 @@ fn compositions() {
     assert_eq!((trinity.gate, trinity.embedding_scale), (Some(AttentionGate::Elements), 16.0));
     assert_eq!((trinity.ropes, trinity.windows), (vec![plain(1e4), Rope::NONE], vec![Some(1024), None]));
     let experts = trinity.experts.expect("experts");
-    assert_eq!((experts.layers, experts.sigmoids), (vec![false, true], corrected(2.5, 1e-20)));
+    assert_eq!((experts.layers, experts.sigmoids, experts.factor), (vec![false, true], corrected(1e-20), 2.5));
     assert_eq!(experts.shared.map(|of| of.intermediate_size), Some(2 * 1408));
     let every = json!({ "num_hidden_layers": 4, "global_attn_every_n_layers": 2, "sliding_window_pattern": 3 });
     assert_eq!(of("afmoe", every).windows, [Some(1024), None, Some(1024), None]);

@@ -89,9 +89,9 @@ impl Decoder<'_> {
             None => h,
         };
         let both = self.linear(&of_layer(names::KEYS_OF), h, [cached, hidden_size], has_bias, None)?;
-        let mut norm = |graph_of: &mut Self, name: &str, x: TensorId, n: usize| -> Result<TensorId, BuildError> {
-            let w = graph_of.factors(&of_layer(name), n)?;
-            Ok(graph_of.graph.rms_norm(&of_layer(name), x, w, EPS)?)
+        let norm = |net: &mut Self, name: &str, x: TensorId, n: usize| -> Result<TensorId, BuildError> {
+            let w = net.factors(&of_layer(name), n)?;
+            Ok(net.graph.rms_norm(&of_layer(name), x, w, EPS)?)
         };
         let queries_of = match query_rank {
             Some(rank) => norm(self, names::QUERY_NORM, queries_of, rank)?,
@@ -176,7 +176,8 @@ mod tests {
 
     #[test]
     fn queries_are_together_as_far_as_they_have_room() {
-        for (n_heads, dim, together) in [(16, 576, 4), (20, 576, 5), (128, 576, 4), (40, 288, 8), (32, 320, 8), (7, 4096, 1)]
+        for (n_heads, dim, together) in
+            [(16, 576, 4), (20, 576, 5), (128, 576, 4), (40, 288, 8), (32, 320, 8), (7, 4096, 1)]
         {
             assert_eq!(queries_together(n_heads, dim), together, "{n_heads} heads of {dim}");
         }

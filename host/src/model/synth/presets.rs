@@ -7,7 +7,7 @@ use crate::model::config::Architecture;
 use crate::model::error::ModelError;
 
 /// Names of all presets, those of encoders last.
-pub const PRESETS: [&str; 103] = [
+pub const PRESETS: [&str; 110] = [
     "qwen3-110m",
     "qwen3-0.6b",
     "qwen3-1.7b",
@@ -62,6 +62,11 @@ pub const PRESETS: [&str; 103] = [
     "mellum-2-12b",
     "granite-swash-2b",
     "glm-4.5-air",
+    "glm-4.7-flash",
+    "deepseek-v2-lite",
+    "moonlight-16b-a3b",
+    "youtu-llm-2b",
+    "minicpm3-4b",
     "minimax-m2",
     "gpt-oss-20b",
     "gpt-oss-120b",
@@ -100,6 +105,8 @@ pub const PRESETS: [&str; 103] = [
     "tiny-mellum",
     "tiny-granite-swash",
     "tiny-glm4-moe",
+    "tiny-glm4-moe-lite",
+    "tiny-minicpm3",
     "tiny-minimax-m2",
     "tiny-gpt-oss",
     "tiny-odd",
@@ -148,6 +155,9 @@ struct Sizes {
     values: Option<usize>,
     /// What Gemma 4's sizes are beside others'.
     gemma4: Gemma4Sizes,
+    /// Where attention is latent, the elements of what queries are made of (0: of rows), of what keys and values are, of
+    /// a query that no position turns, and of a value; those of heads are what positions turn.
+    latent: Option<[usize; 4]>,
     /// It stands for a family in tests: where that has layers of several kinds, its few are of all kinds.
     is_tiny: bool,
 }
@@ -167,6 +177,10 @@ struct Gemma4Sizes {
 impl Sizes {
     const fn with_gemma4(self, global_dim: usize, global_kv_heads: usize, shared: usize, layer_input: usize) -> Sizes {
         Sizes { gemma4: Gemma4Sizes { global_dim, global_kv_heads, shared, layer_input }, ..self }
+    }
+
+    const fn with_latent(self, queries: usize, rank: usize, still: usize, value: usize) -> Sizes {
+        Sizes { latent: Some([queries, rank, still, value]), ..self }
     }
 
     const fn with_experts(self, n: usize, chosen: usize, intermediate: usize) -> Sizes {
@@ -206,9 +220,10 @@ impl Sizes {
 /// The config.json of a preset.
 pub fn preset_config(name: &str) -> Result<Value, ModelError> {
     use Architecture::{
-        Afmoe, Ernie45, Exaone4, Gemma3, Gemma4, Glm4, Glm4Moe, GptOss, Granite, GraniteMoe, GraniteMoeHybrid,
-        GraniteMoeShared, GraniteSwa, Lfm2, Lfm2Moe, Lfm3, Llama, Mellum, MiniMaxM2, Ministral3, Mistral, Mixtral,
-        Olmo2, Olmo3, Olmoe, Phi3, Qwen2, Qwen2Moe, Qwen3, Qwen3Moe, Qwen3Next, Qwen35, Qwen35Moe, SeedOss, SmolLm3,
+        Afmoe, DeepseekV2, DeepseekV3, Ernie45, Exaone4, Gemma3, Gemma4, Glm4, Glm4Moe, Glm4MoeLite, GptOss, Granite,
+        GraniteMoe, GraniteMoeHybrid, GraniteMoeShared, GraniteSwa, Lfm2, Lfm2Moe, Lfm3, Llama, Mellum, MiniCpm3,
+        MiniMaxM2, Ministral3, Mistral, Mixtral, Olmo2, Olmo3, Olmoe, Phi3, Qwen2, Qwen2Moe, Qwen3, Qwen3Moe,
+        Qwen3Next, Qwen35, Qwen35Moe, SeedOss, SmolLm3, Youtu,
     };
     const QWEN_VOCAB: usize = 151_936;
     const QWEN_VOCAB_2: usize = 248_320;
@@ -302,6 +317,16 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
             .with_windows(128)),
         ("glm-4.5-air",       Glm4Moe, sizes(151_552,     4096, 10944, 46, (96, 8), 128, false, 131_072, 1e6, None)
             .with_experts(128, 8, 1408)),
+        ("glm-4.7-flash",     Glm4MoeLite, sizes(154_880, 2048, 10240, 47, (20, 20), 64, false, 202_752, 1e6, None)
+            .with_experts(64, 4, 1536).with_latent(768, 512, 192, 256)),
+        ("deepseek-v2-lite",  DeepseekV2, sizes(102_400,  2048, 10944, 27, (16, 16), 64, false, 163_840, 1e4, None)
+            .with_experts(64, 6, 1408).with_latent(0, 512, 128, 128)),
+        ("moonlight-16b-a3b", DeepseekV3, sizes(163_840,  2048, 11264, 27, (16, 16), 64, false,   8_192, 5e4, None)
+            .with_experts(64, 6, 1408).with_latent(0, 512, 128, 128)),
+        ("youtu-llm-2b",      Youtu,   sizes(LLAMA_VOCAB, 2048, 6144,  32, (16, 16), 64, true,  131_072, 1.6e6, None)
+            .with_latent(1536, 512, 128, 128)),
+        ("minicpm3-4b",       MiniCpm3, sizes(73_448,     2560, 6400,  62, (40, 40), 32, true,   32_768, 1e4, None)
+            .with_latent(768, 256, 64, 64)),
         ("minimax-m2",        MiniMaxM2, sizes(200_064,   3072, 1536,  62, (48, 8), 128, false, 196_608, 5e6, None)
             .with_experts(256, 8, 1536)),
         ("gpt-oss-20b",       GptOss,  sizes(201_088,     2880, 2880,  24, (64, 8),  64, false, 131_072, 1.5e5, None)
@@ -366,6 +391,10 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
             .with_windows(12)),
         ("tiny-glm4-moe",     Glm4Moe, sizes(1024,         96,  208,    3, (6, 2),   16, false,   4_096, 1e6, None)
             .with_experts(7, 2, 48)),
+        ("tiny-glm4-moe-lite", Glm4MoeLite, sizes(1024,    96,  208,    3, (6, 6),   16, false,   4_096, 1e6, None)
+            .with_experts(8, 3, 48).with_latent(40, 48, 24, 20)),
+        ("tiny-minicpm3",     MiniCpm3, sizes(1024,        96,  208,    2, (4, 4),   16, true,    4_096, 1e4, None)
+            .with_latent(0, 80, 24, 32)),
         ("tiny-minimax-m2",   MiniMaxM2, sizes(1024,       96,   48,    2, (6, 2),   16, false,   4_096, 5e6, None)
             .with_experts(8, 3, 48)),
         ("tiny-gpt-oss",      GptOss,  sizes(1024,         96,   64,    2, (8, 2),   16, false,   4_096, 1.5e5, None)
@@ -439,6 +468,7 @@ const fn sizes(
         query_scalar: None,
         values: None,
         gemma4: Gemma4Sizes { global_dim: 0, global_kv_heads: 0, shared: 0, layer_input: 0 },
+        latent: None,
         is_tiny: false,
     }
 }
@@ -451,10 +481,25 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             "original_max_position_embeddings": 8192.min(s.context / 8), "rope_theta": s.theta, "rope_type": "llama3",
         });
     }
-    use Architecture::{Exaone4, GptOss, Granite, GraniteMoeHybrid, Llama, Ministral3, Mistral, Mixtral, Olmoe, Phi3};
+    use Architecture::{
+        DeepseekV3, Exaone4, Glm4MoeLite, GptOss, Granite, GraniteMoeHybrid, Llama, MiniCpm3, Ministral3, Mistral,
+        Mixtral, Olmoe, Phi3,
+    };
     let has_larger_eps = matches!(
         architecture,
-        GptOss | Llama | Mistral | Ministral3 | Mixtral | Granite | GraniteMoeHybrid | Olmoe | Phi3 | Exaone4
+        GptOss
+            | Llama
+            | Mistral
+            | Ministral3
+            | Mixtral
+            | Granite
+            | GraniteMoeHybrid
+            | Olmoe
+            | Phi3
+            | Exaone4
+            | Glm4MoeLite
+            | MiniCpm3
+            | DeepseekV3
     );
     let eps = if has_larger_eps { 1e-5 } else { 1e-6 };
     let mut config = json!({
@@ -604,6 +649,41 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             map.insert("topk_group".into(), 1.into());
             map.insert("use_qk_norm".into(), s.is_tiny.into());
         }
+        (Architecture::DeepseekV2 | Architecture::DeepseekV3 | Architecture::Glm4MoeLite, Value::Object(map)) => {
+            let is_v2 = architecture == Architecture::DeepseekV2;
+            map.insert("first_k_dense_replace".into(), 1.into());
+            map.insert("n_group".into(), 1.into());
+            map.insert("n_shared_experts".into(), if architecture == Architecture::Glm4MoeLite { 1 } else { 2 }.into());
+            map.insert("norm_topk_prob".into(), (!is_v2).into());
+            let factor = match architecture {
+                Architecture::DeepseekV2 => 1.0,
+                Architecture::DeepseekV3 => 2.446,
+                _ => 1.8,
+            };
+            map.insert("routed_scaling_factor".into(), factor.into());
+            map.insert("topk_group".into(), 1.into());
+            if is_v2 {
+                map.insert("topk_method".into(), "greedy".into());
+                let rope = json!({
+                    "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+                    "original_max_position_embeddings": s.context / 40, "rope_theta": s.theta, "rope_type": "yarn",
+                });
+                map.insert("rope_parameters".into(), rope);
+            }
+        }
+        (Architecture::MiniCpm3, Value::Object(map)) => {
+            map.insert("dim_model_base".into(), if s.is_tiny { 32 } else { 256 }.into());
+            map.insert("scale_depth".into(), 1.4.into());
+            map.insert("scale_emb".into(), 12.into());
+            // Numbers of its own for each pair.
+            let divisors = |step: f64| (0..s.head_dim / 2).map(|i| 1.0 + step * i as f64).collect::<Vec<_>>();
+            rope = json!({
+                "long_factor": divisors(0.25), "original_max_position_embeddings": s.context, "rope_theta": s.theta,
+                "rope_type": "longrope", "short_factor": divisors(0.25),
+            });
+            map.insert("rope_parameters".into(), rope);
+        }
+        (Architecture::Youtu, Value::Object(_)) => {}
         (Architecture::Glm4, Value::Object(map)) => {
             // Of those with 32 billion weights no attention has biases.
             map.insert("attention_bias".into(), (s.layers <= 40).into());
@@ -769,6 +849,17 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
         }
         _ => {}
     }
+    if let (Some([queries, rank, still, value]), Value::Object(map)) = (s.latent, &mut config) {
+        map.shift_remove("head_dim");
+        map.insert("kv_lora_rank".into(), rank.into());
+        map.insert("q_lora_rank".into(), json!(Some(queries).filter(|n| *n > 0)));
+        map.insert("qk_nope_head_dim".into(), still.into());
+        map.insert("qk_rope_head_dim".into(), s.head_dim.into());
+        map.insert("v_head_dim".into(), value.into());
+        if architecture != Architecture::MiniCpm3 && architecture != Architecture::DeepseekV2 {
+            map.insert("rope_interleave".into(), true.into());
+        }
+    }
     if let (Some([n, chosen, intermediate]), Value::Object(map)) = (s.experts, &mut config) {
         let key = match architecture {
             Architecture::Qwen35Moe
@@ -777,7 +868,9 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             | Architecture::Mellum
             | Architecture::Gemma4
             | Architecture::Afmoe => "num_experts",
-            Architecture::Glm4Moe => "n_routed_experts",
+            Architecture::Glm4Moe | Architecture::Glm4MoeLite | Architecture::DeepseekV2 | Architecture::DeepseekV3 => {
+                "n_routed_experts"
+            }
             _ => "num_local_experts",
         };
         map.insert(key.into(), n.into());
@@ -787,6 +880,9 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             architecture,
             Architecture::Qwen35Moe
                 | Architecture::Lfm2Moe
+                | Architecture::DeepseekV2
+                | Architecture::DeepseekV3
+                | Architecture::Glm4MoeLite
                 | Architecture::Glm4Moe
                 | Architecture::Mellum
                 | Architecture::Gemma4
