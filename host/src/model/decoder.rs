@@ -594,6 +594,8 @@ impl<'a> Decoder<'a> {
     pub fn mlp(&mut self, layer: usize, h: TensorId, x: Option<TensorId>) -> Result<TensorId, BuildError> {
         let architecture = self.config.architecture;
         let Some(experts) = self.config.experts_of(layer) else { return self.usual_mlp(layer, h, x) };
+        // First, so that nobody waits for them behind the MLP that all rows go to.
+        let logits = self.router_logits(layer, experts, h)?;
         let x = match experts.shared {
             None => x,
             Some(SharedExpert { intermediate_size, is_weighed: false }) => {
@@ -603,7 +605,6 @@ impl<'a> Decoder<'a> {
                 Some(self.weighed_mlp(layer, intermediate_size, h, x)?)
             }
         };
-        let logits = self.router_logits(layer, experts, h)?;
         self.experts(layer, experts, logits, h, x)
     }
 

@@ -148,7 +148,7 @@ fn share(table: &mut TensorTable, op: &Operator, block: &mut BlockOp, shares: Sh
     block.accesses[attention::slot::Y].as_mut()?.tensor = parts;
     (block.grid[1], block.grid[2]) = (shares.n, shares.blocks);
     block.row_axis = Some(2);
-    Some(per_worker::merge_of(block, flags, [parts, y], Some([rows as u32, shares.merges])))
+    Some(per_worker::merge_of(block, flags, [parts, y], per_worker::Merged::Rows([rows as u32, shares.merges])))
 }
 
 /// `ops` with each merge moved behind the attention that follows it, of other sequences, as far as neither touches what

@@ -67,7 +67,8 @@ pub struct Target {
     pub cuts_rows: bool,
     /// Whether workers have loaders, which bring weights into their shared memory.
     pub has_loaders: bool,
-    /// Positions of the cache that a worker should have at least, where several share a head's ([`Cut::PerWorker`]).
+    /// Positions of the cache that a worker should have at least, where several share a head's ([`Cut::PerWorker`]); of
+    /// such whose keys and values are wider than most, fewer.
     pub split_positions: u32,
     /// Bytes that a worker reads of what another wrote in the time that a hop between two takes ([`Cut::PerWorker`]).
     pub hop_bytes: u64,

@@ -7,8 +7,8 @@
 //! - A row-wise operator whose result only products read is *replicated*: as many blocks as the readers have, each
 //!   making its own copy, block `b` of the reader reading copy `b`. Placed on one worker, the pair needs no hop.
 //! - Attention is cut along positions as well as heads: every block writes what it found of its share, and an
-//!   `attention_merge` after it makes the result: a block per head, or, where that reads less than a hop costs, in
-//!   every block of the product that reads it.
+//!   `attention_merge` after it makes the result: a block per query head, or, where that reads less than a hop costs,
+//!   in every block of the product that reads it.
 //! - A row that is longer than a body's registers is taken in segments, by so few rows of weights a block that their
 //!   sums have room.
 //! - The search for a row's largest element is made by the product that makes the row: each block finds its own.
@@ -30,13 +30,19 @@ pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockG
     Ok(lowered)
 }
 
-/// Bytes of the caches that `op` reads.
-fn cache_bytes(table: &TensorTable, op: &Operator) -> u64 {
+/// Bytes of the caches that `op` reads of one head.
+fn head_bytes(table: &TensorTable, op: &Operator) -> u64 {
     let Some(spec) = Spec::of(op.kernel.task_type) else { return 0 };
     let slots = spec.slots.iter().zip(&op.slots).filter(|(slot, _)| matches!(slot.usage, Use::Read | Use::Append));
-    let buffers = slots.filter_map(|(_, t)| t.map(|t| table.buffer_of(t)));
-    buffers.filter(|buffer| buffer.kind == BufferKind::State).map(|buffer| buffer.bytes).sum()
+    let caches = slots.filter_map(|(_, t)| (*t).filter(|t| table.buffer_of(*t).kind == BufferKind::State));
+    caches.map(|cache| table[cache].dtype.tensor_bytes(&table[cache].shape[1..])).sum()
 }
+
+/// Bytes of a position's key and value in most models: as many [`Target::split_positions`] are of.
+const POSITION_BYTES: u64 = 512;
+
+/// Positions that a task takes at once: fewer would wait as long for memory.
+const LEAST_POSITIONS: u64 = 16;
 
 fn one_block_per_worker(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: &Target) {
     let table = &graph.table;
@@ -223,9 +229,11 @@ fn splits_of(graph: &KernelGraph, op: &Operator, target: &Target) -> Splits {
     let Some([q, keys, _]) = attention_slots(op).filter(|_| op.cut.is_none()) else { return whole };
     let (Some(q), Some(keys)) = (op.slots[q], op.slots[keys]) else { return whole };
     let [_, heads, group, d] = table[q].shape[..] else { return whole };
-    let positions = table[keys].shape[1] as u32;
-    let most = (target.n_workers / heads as u32).min(positions / target.split_positions).clamp(1, MAX_SPLITS);
-    let head_bytes = cache_bytes(table, op) / heads as u64;
+    let (positions, head_bytes) = (table[keys].shape[1] as u32, head_bytes(table, op));
+    let position_bytes = (head_bytes / u64::from(positions).max(1)).max(POSITION_BYTES);
+    let least = (u64::from(target.split_positions) * POSITION_BYTES / position_bytes).max(LEAST_POSITIONS);
+    let least = least.min(u64::from(target.split_positions)) as u32;
+    let most = (target.n_workers / heads as u32).min(positions / least).clamp(1, MAX_SPLITS);
     let found_bytes = (group * (attention::FOUND as usize + d) * DType::F32.size_bytes()) as u64;
     let read = |splits: &Splits| {
         let n = u64::from(splits.n);
@@ -252,7 +260,7 @@ pub(super) fn split_positions(graph: &KernelGraph, lowered: &mut ThreadBlockGrap
     let mut by_readers = Vec::new();
     for (op, mut block) in graph.ops().zip(std::mem::take(&mut lowered.ops)) {
         let splits = splits_of(graph, op, target);
-        let merge = (splits.n > 1).then(|| split(&mut lowered.table, op, &mut block, splits.n)).flatten();
+        let merge = (splits.n > 1).then(|| split(&mut lowered.table, op, &mut block, splits.n, target)).flatten();
         with_merges.push(block);
         ops.push(Some(op));
         if let Some((merge, y)) = merge {
@@ -272,7 +280,13 @@ pub(super) fn split_positions(graph: &KernelGraph, lowered: &mut ThreadBlockGrap
 
 /// Cuts `block`, an attention of one row, `op`, `splits` ways along positions. What it finds goes to a tensor of its
 /// own, from which the operator returned makes the result, which is returned too.
-fn split(table: &mut TensorTable, op: &Operator, block: &mut BlockOp, splits: u32) -> Option<(BlockOp, TensorId)> {
+fn split(
+    table: &mut TensorTable,
+    op: &Operator,
+    block: &mut BlockOp,
+    splits: u32,
+    target: &Target,
+) -> Option<(BlockOp, TensorId)> {
     let [q, _, y] = attention_slots(op)?;
     let (q, kernel) = (op.slots[q]?, block.kernel.as_mut()?);
     let [_, heads, group, d] = table[q].shape[..] else { return None };
@@ -289,29 +303,37 @@ fn split(table: &mut TensorTable, op: &Operator, block: &mut BlockOp, splits: u3
     let found = Access { tensor: parts, kind: AccessKind::Write, map: [Some(0), Some(1), None] };
     let whole = block.accesses[y].replace(found)?;
     (block.grid[1], block.row_axis, block.rows) = (splits, None, 0);
-    Some((merge_of(block, flags, [parts, whole.tensor], None), whole.tensor))
+    let are_enough = heads * group <= target.n_workers as usize;
+    let merged = Merged::Queries(if are_enough { group as u32 } else { 1 });
+    Some((merge_of(block, flags, [parts, whole.tensor], merged), whole.tensor))
 }
 
-/// The operator that makes `y` of what the blocks of `attention`, which has `flags`, leave in `parts`: a block for each
-/// head, and, if there are several rows, so many, for each of so many equal blocks of them.
-pub(super) fn merge_of(
-    attention: &BlockOp,
-    flags: u16,
-    [parts, y]: [TensorId; 2],
-    rows_in_blocks: Option<[u32; 2]>,
-) -> BlockOp {
-    let [rows, blocks] = rows_in_blocks.unwrap_or([0, 1]);
-    // Rows are a dimension of either.
-    let by_rows = |dim: u8| rows_in_blocks.map(|_| dim);
+/// How what is merged of a head is cut.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Merged {
+    /// One row's queries, into so many blocks.
+    Queries(u32),
+    /// So many rows, into so many equal blocks.
+    Rows([u32; 2]),
+}
+
+/// The operator that makes `y` of what the blocks of `attention`, which has `flags`, leave in `parts`: blocks for each
+/// head.
+pub(super) fn merge_of(attention: &BlockOp, flags: u16, [parts, y]: [TensorId; 2], merged: Merged) -> BlockOp {
+    // In parts rows and queries are one dimension.
+    let ([rows, blocks], dim, row_axis) = match merged {
+        Merged::Queries(blocks) => ([0, blocks], 2, None),
+        Merged::Rows(rows_in_blocks) => (rows_in_blocks, 0, Some(1)),
+    };
     let access = |tensor, kind, map| Some(Access { tensor, kind, map });
     BlockOp {
         name: format!("{} merge", attention.name),
         grid: [attention.grid[0], blocks, 1],
         accesses: vec![
-            access(parts, AccessKind::Read, [Some(0), by_rows(2), None]),
-            access(y, AccessKind::Write, [Some(1), by_rows(0), None]),
+            access(parts, AccessKind::Read, [Some(0), Some(2), None]),
+            access(y, AccessKind::Write, [Some(1), Some(dim), None]),
         ],
-        row_axis: by_rows(1),
+        row_axis,
         rows,
         head_axis: None,
         kernel: Some(KernelCall {

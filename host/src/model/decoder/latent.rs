@@ -40,14 +40,15 @@ impl Decoder<'_> {
         let (rows, cached) = (self.graph.rows.unwrap_or(1) as usize, of.cached_dim());
         let of_layer = |part: &str| format!("model.layers.{layer}.{part}");
         let latents = self.latents(layer, of, h)?;
-        let queries = self.latent_queries(layer, of, latents.queries_of)?;
-
-        let together = queries_together(n_heads, cached);
-        let q = self.graph.reshape(queries, &[rows, n_heads / together, together, cached])?;
-        let args = AttentionArgs { scale: self.config.attention_scale as f32, mask: Mask::Causal, sinks: None };
+        let queries = self.graph.passing(&of_layer("self_attn.queries"), &[rows, n_heads, cached], DType::F32)?;
+        self.turned_queries(layer, of, latents.queries_of, queries)?;
         let rope = self.latent_rope(layer, of, queries, latents)?;
+
         let name = of_layer("self_attn");
+        let together = queries_together(n_heads, cached);
         let heads = n_heads / together;
+        let q = self.graph.reshape(queries, &[rows, heads, together, cached])?;
+        let args = AttentionArgs { scale: self.config.attention_scale as f32, mask: Mask::Causal, sinks: None };
         let Cache { context, dtype, .. } = self.cache;
         let passes = self.sentence.is_some_and(|sentence| sentence.takes_whole(self.config.is_bidirectional));
         let cache = |graph: &mut KernelGraph| {
@@ -63,10 +64,13 @@ impl Decoder<'_> {
             Ok(Caches { appended: [turned, latents], attended: [shared; 2] })
         };
         let attended = if self.graph.pass == Pass::Batch {
+            self.still_queries(layer, of, latents.queries_of, queries)?;
             self.graph.attend_each(&name, rope, q, args, cache)?
         } else {
+            // What is turned is there before the rest, which takes longer.
             let Caches { appended, attended } = cache(&mut self.graph)?;
             self.graph.rope(&format!("{name}.rope"), rope, appended)?;
+            self.still_queries(layer, of, latents.queries_of, queries)?;
             self.graph.attention(&format!("{name}.attention"), q, attended, args)?
         };
 
@@ -103,24 +107,42 @@ impl Decoder<'_> {
         Ok(Latents { queries_of, latent: self.graph.reshape(latent, &[rows, 1, rank])?, turned })
     }
 
-    /// The queries, `[rows, heads, rank + turned_dim]`, not turned yet.
-    fn latent_queries(&mut self, layer: usize, of: Latent, x: TensorId) -> Result<TensorId, BuildError> {
-        let Latent { query_rank, rank, still_dim, turned_dim, .. } = of;
+    /// Of the `queries`, `[rows, heads, rank + turned_dim]`, what is turned later.
+    fn turned_queries(
+        &mut self,
+        layer: usize,
+        of: Latent,
+        x: TensorId,
+        queries: TensorId,
+    ) -> Result<(), BuildError> {
+        let Latent { query_rank, rank, turned_dim, .. } = of;
         let DecoderConfig { n_heads, hidden_size, .. } = *self.config;
         let (rows, cached) = (self.graph.rows.unwrap_or(1) as usize, of.cached_dim());
-        let of_layer = |part: &str| format!("model.layers.{layer}.{part}");
+        let name = format!("model.layers.{layer}.{}", names::TURNED);
+        let turned =
+            self.graph.view(queries, rank, &[rows, n_heads, turned_dim], &[n_heads * cached, cached, 1])?;
+        let w = self.matrices_of_heads(&name, [turned_dim, query_rank.unwrap_or(hidden_size)])?;
+        Ok(self.graph.linear_of_heads(&name, x, w, turned)?)
+    }
+
+    /// And the rest.
+    fn still_queries(
+        &mut self,
+        layer: usize,
+        of: Latent,
+        x: TensorId,
+        queries: TensorId,
+    ) -> Result<(), BuildError> {
+        let Latent { query_rank, rank, still_dim, .. } = of;
+        let DecoderConfig { n_heads, hidden_size, .. } = *self.config;
+        let (rows, cached) = (self.graph.rows.unwrap_or(1) as usize, of.cached_dim());
+        let [still, keys] = [names::STILL, names::KEYS].map(|part| format!("model.layers.{layer}.{part}"));
         let inner = query_rank.unwrap_or(hidden_size);
-        let still = self.linear(&of_layer(names::STILL), x, [n_heads * still_dim, inner], false, None)?;
-        let still = self.graph.reshape(still, &[rows, n_heads, still_dim])?;
-        let queries = self.graph.passing(&of_layer("self_attn.queries"), &[rows, n_heads, cached], DType::F32)?;
-        let strides = [n_heads * cached, cached, 1];
-        let turned = self.graph.view(queries, rank, &[rows, n_heads, turned_dim], &strides)?;
-        let w = self.matrices_of_heads(&of_layer(names::TURNED), [turned_dim, inner])?;
-        self.graph.linear_of_heads(&of_layer(names::TURNED), x, w, turned)?;
-        let of_latents = self.graph.view(queries, 0, &[rows, n_heads, rank], &strides)?;
-        let w = self.matrices_of_heads(&of_layer(names::KEYS), [rank, still_dim])?;
-        self.graph.linear_of_heads(&of_layer(names::KEYS), still, w, of_latents)?;
-        Ok(queries)
+        let made = self.linear(&still, x, [n_heads * still_dim, inner], false, None)?;
+        let made = self.graph.reshape(made, &[rows, n_heads, still_dim])?;
+        let latents = self.graph.view(queries, 0, &[rows, n_heads, rank], &[n_heads * cached, cached, 1])?;
+        let w = self.matrices_of_heads(&keys, [rank, still_dim])?;
+        Ok(self.graph.linear_of_heads(&keys, made, w, latents)?)
     }
 
     /// How the turned part of `queries` and of keys is turned, and what is appended.
