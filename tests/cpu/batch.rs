@@ -320,15 +320,19 @@ fn a_gpu_decodes_batches_of_states() {
     }
 }
 
-/// Rows of a batch go to experts of their own, and attend to caches of theirs that layers share.
+/// Rows of a batch go to experts of their own, and attend to caches of theirs that layers share, or that have latents.
 #[test]
-fn a_gpu_decodes_batches_with_experts_and_shared_caches() {
+fn a_gpu_decodes_batches_with_experts_and_caches_of_other_kinds() {
     if !has_kernel() {
         return;
     }
-    for (name, quantize) in
-        [("tiny-qwen3-moe", None), ("tiny-mixtral", None), ("tiny-mixtral", Some(Quantize::Q8)), ("tiny-gemma4", None)]
-    {
+    for (name, quantize) in [
+        ("tiny-qwen3-moe", None),
+        ("tiny-mixtral", None),
+        ("tiny-mixtral", Some(Quantize::Q8)),
+        ("tiny-gemma4", None),
+        ("tiny-glm4-moe-lite", None),
+    ] {
         let model = fixture(name);
         let model = quantize.map_or(Ok(model.clone()), |how| model.quantize(how, |_| {})).unwrap();
         let config = EngineConfig { max_context: Some(32), ..config(Device::Cpu, 2, Some(4)) };

@@ -88,7 +88,7 @@ fn divergence(expected: &[f32], found: &[f32]) -> f64 {
     p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum()
 }
 
-pub(super) const MODELS: [&str; 30] = [
+pub(super) const MODELS: [&str; 32] = [
     "tiny-qwen3",
     "tiny-llama",
     "tiny-qwen2",
@@ -113,6 +113,8 @@ pub(super) const MODELS: [&str; 30] = [
     "tiny-trinity",
     "tiny-gemma4",
     "tiny-gemma4-moe",
+    "tiny-glm4-moe-lite",
+    "tiny-deepseek-v2",
     RECURRENT[0],
     RECURRENT[1],
     RECURRENT[2],

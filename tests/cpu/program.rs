@@ -496,8 +496,8 @@ fn plan_decodes_batches() {
             last = name;
         }
     }
-    // 28 layers of 8 heads, three parts of each.
-    assert_eq!((n_merges, n_parts), (28 * 8 * 5, 28 * 8 * 5 * 4));
+    // 28 layers of 8 heads, three parts of each, and of each query a merge.
+    assert_eq!((n_merges, n_parts), (28 * 8 * 2 * 5, 28 * 8 * 5 * 5));
     let refused = |args: &[&str], status: i32, words: &str| {
         let output = Command::new(env!("CARGO_BIN_EXE_perpetua")).arg("plan").args(args).output().unwrap();
         let message = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -78,7 +78,7 @@ fn build(mut graph: KernelGraph, rows: usize, mask: Mask, has_sinks: bool) -> (K
     });
     let args = AttentionArgs { scale: 0.4, mask, sinks };
     let attended = if graph.pass == Pass::Batch {
-        graph.attend_each("layer", rope, rope.q, args, |graph| cache(graph).map(Caches::from)).unwrap()
+        graph.attend_each("layer", rope, rope.q, args, |graph| cache(graph).map(Into::into)).unwrap()
     } else {
         let cache = cache(&mut graph).unwrap();
         graph.rope("rope", rope, cache).unwrap();

@@ -442,6 +442,8 @@ mod tests {
             "tiny-trinity",
             "tiny-gemma4",
             "tiny-gemma4-moe",
+            "tiny-glm4-moe-lite",
+            "tiny-deepseek-v2",
         ] {
             let folder = ModelFolder::open(fixture(name)).expect(name);
             assert_eq!(folder.generation().eos_token_ids, [2]);

@@ -20,12 +20,14 @@ use perpetua_device::kernels::{
 use perpetua_shared::DType;
 
 /// The networks' sizes and weights: presets of `synth`.
-pub(super) const PRESETS: [&str; 13] = [
+pub(super) const PRESETS: [&str; 15] = [
     "tiny-qwen3",
     "tiny-qwen2",
     "tiny-llama",
     "tiny-mistral",
     "tiny-gemma3",
+    "tiny-gemma4",
+    "tiny-minicpm3",
     "tiny-qwen3.5",
     "tiny-lfm2",
     "tiny-granite4-h",

@@ -52,15 +52,16 @@ impl Quantize {
     }
 
     /// What the tensor is kept as; none where it stays as it is. A router does: a choice is easily another, and its
-    /// bytes are few; what is in MXFP4; and experts' biases.
+    /// bytes are few; what is in MXFP4; experts' biases; and what has so short rows that it would take no fewer bytes.
     fn dtype_of(self, spec: &TensorSpec) -> Option<DType> {
         if spec.shape.len() != 2 || !matches!(spec.role, Role::Linear | Role::Embedding | Role::Head) {
             return None;
         }
-        Some(match (self, spec.role) {
+        let dtype = match (self, spec.role) {
             (Quantize::Q8, _) | (Quantize::Q4, Role::Embedding | Role::Head) => DType::Q8,
             (Quantize::Q4, _) => DType::Q4,
-        })
+        };
+        (dtype.tensor_bytes(&spec.shape) < DType::Bf16.tensor_bytes(&spec.shape)).then_some(dtype)
     }
 }
 

@@ -7,7 +7,7 @@ use crate::model::config::Architecture;
 use crate::model::error::ModelError;
 
 /// Names of all presets, those of encoders last.
-pub const PRESETS: [&str; 110] = [
+pub const PRESETS: [&str; 111] = [
     "qwen3-110m",
     "qwen3-0.6b",
     "qwen3-1.7b",
@@ -106,6 +106,7 @@ pub const PRESETS: [&str; 110] = [
     "tiny-granite-swash",
     "tiny-glm4-moe",
     "tiny-glm4-moe-lite",
+    "tiny-deepseek-v2",
     "tiny-minicpm3",
     "tiny-minimax-m2",
     "tiny-gpt-oss",
@@ -392,7 +393,9 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         ("tiny-glm4-moe",     Glm4Moe, sizes(1024,         96,  208,    3, (6, 2),   16, false,   4_096, 1e6, None)
             .with_experts(7, 2, 48)),
         ("tiny-glm4-moe-lite", Glm4MoeLite, sizes(1024,    96,  208,    3, (6, 6),   16, false,   4_096, 1e6, None)
-            .with_experts(8, 3, 48).with_latent(40, 48, 24, 20)),
+            .with_experts(7, 2, 48).with_latent(40, 48, 24, 20)),
+        ("tiny-deepseek-v2",  DeepseekV2, sizes(1024,      96,  208,    2, (4, 4),   16, false,   4_096, 1e4, None)
+            .with_experts(6, 2, 48).with_latent(0, 48, 24, 32)),
         ("tiny-minicpm3",     MiniCpm3, sizes(1024,        96,  208,    2, (4, 4),   16, true,    4_096, 1e4, None)
             .with_latent(0, 80, 24, 32)),
         ("tiny-minimax-m2",   MiniMaxM2, sizes(1024,       96,   48,    2, (6, 2),   16, false,   4_096, 5e6, None)
