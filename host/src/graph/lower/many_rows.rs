@@ -7,6 +7,7 @@
 //!   rows](super::few_rows), whose weights come in tiles, along columns alone.
 //! - [Experts](super::experts) have all their rows together.
 //! - A norm between two such products goes [into both](norms_into_products).
+//! - A head's each are cut likewise, head by head.
 //! - In the pass over a batch each sequence's attention is [one operator](super::fuse), and cut along positions, too,
 //!   as that of passes over one row: as far as its share of the workers goes. Merges come after all sequences'
 //!   attention, since a worker does one thing after another: what waits for others' shares would keep it from the next
@@ -50,6 +51,13 @@ pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockG
         };
         for (op, cut) in group.iter().zip(&mut lowered.ops[first..]) {
             cut_in_two(op, &rounded.table, cut, sizes(op, &rounded.table).parts(height_and_width).map(|n| n as u32));
+        }
+    }
+    for (op, cut) in ops.iter().zip(&mut lowered.ops) {
+        let of = sizes(op, &rounded.table);
+        if of.heads > 1 && takes_brains(op, &rounded.table) {
+            let [rows, columns] = of.parts(shape(&[op], &rounded.table, u64::from(target.n_workers)));
+            cut.grid = [of.heads, columns, rows].map(|n| n as u32);
         }
     }
     share_positions(&rounded, &mut lowered, target);
@@ -394,21 +402,26 @@ fn read_by_products(graph: &KernelGraph) -> Vec<bool> {
     fits.iter().zip(n_read).map(|(fits, n_read)| *fits && n_read > 0).collect()
 }
 
-/// Of a product: rows of x, columns of all, rows of each of so many matrices.
+/// Of a product: rows of x, columns of all, rows of each of so many matrices, of so many heads.
 pub(super) struct Sizes {
     pub(super) rows: u64,
     pub(super) k: u64,
     pub(super) n: u64,
     pub(super) matrices: u64,
+    /// 1, where they are not a head's.
+    pub(super) heads: u64,
     /// The weights' type.
     pub(super) dtype: DType,
 }
 
 pub(super) fn sizes(op: &Operator, table: &TensorTable) -> Sizes {
-    let shape = |slot: usize| op.slots[slot].map_or([0; 2], |t| [table[t].shape[0] as u64, table[t].shape[1] as u64]);
-    let ([rows, k], [n, _]) = (shape(X), shape(W));
-    let dtype = op.slots[W].map_or(DType::Bf16, |w| table[w].dtype);
-    Sizes { rows, k, n, matrices: n_matrices(op) as u64, dtype }
+    let shape = |slot: usize| op.slots.get(slot).copied().flatten().map_or(&[][..], |t| &table[t].shape);
+    let of = |dim: Option<&usize>| dim.map_or(0, |n| *n as u64);
+    let (x, w) = (shape(X), shape(W));
+    let dtype = op.slots.get(W).copied().flatten().map_or(DType::Bf16, |w| table[w].dtype);
+    let heads = op.axes.iter().find(|axis| axis.role == AxisRole::SingleHeads).map_or(1, |axis| axis.len as u64);
+    let (rows, k, n) = (of(x.first()), of(x.last()), of(w.iter().nth_back(1)));
+    Sizes { rows, k, n, matrices: n_matrices(op) as u64, heads, dtype }
 }
 
 impl Sizes {
@@ -439,7 +452,8 @@ fn shape(group: &[&Operator], table: &TensorTable, workers: u64) -> [u64; 2] {
     let takes = |shape: &[u64; 2]| {
         let sizes = group.iter().map(|op| sizes(op, table));
         let (n_parts, longest) = sizes.fold((0, 0), |(n_parts, longest), sizes| {
-            (n_parts + sizes.parts(*shape).iter().product::<u64>(), longest.max(sizes.part_cycles(*shape)))
+            let parts = sizes.heads * sizes.parts(*shape).iter().product::<u64>();
+            (n_parts + parts, longest.max(sizes.part_cycles(*shape)))
         });
         n_parts.div_ceil(workers) * longest
     };
