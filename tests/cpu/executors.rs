@@ -480,7 +480,12 @@ fn products_of_what_others_make_wait_for_it() {
     let (w, v) = (graph.weight("w", &[k, k], DType::Bf16).unwrap(), graph.weight("v", &[n, k], DType::Bf16).unwrap());
     let rounded = graph.linear("rounded", x, w, None, Activation::None, None).unwrap();
     let made = graph.table.add("made", &[n, k], DType::Bf16, BufferKind::Intermediate).unwrap();
-    let params = elementwise::Params { function: Function::Activate as u32, activation: Activation::Silu.number() };
+    let params = elementwise::Params {
+        function: Function::Activate as u32,
+        activation: Activation::Silu.number(),
+        beta: 0.0,
+        original: 1,
+    };
     let kernel = KernelCall { task_type: Elementwise::TASK_TYPE, flags: 0, params: param_words(&params) };
     let access = |tensor, kind| Some(Access { tensor, kind, map: [Some(0), None, None] });
     let accesses = vec![access(v, AccessKind::Read), None, access(made, AccessKind::Write)];
@@ -512,7 +517,12 @@ fn products_of_what_others_make_wait_for_it() {
 /// An operator cut by hand, as a user of the library writes one: relu over the columns of x, in uneven pieces.
 #[test]
 fn an_operator_cut_by_hand_is_run_and_judged() {
-    let params = elementwise::Params { function: Function::Activate as u32, activation: Activation::Relu.number() };
+    let params = elementwise::Params {
+        function: Function::Activate as u32,
+        activation: Activation::Relu.number(),
+        beta: 0.0,
+        original: 1,
+    };
     let kernel = KernelCall { task_type: Elementwise::TASK_TYPE, flags: 0, params: param_words(&params) };
     let by_hand = |kind: AccessKind| {
         let mut graph = KernelGraph::new();

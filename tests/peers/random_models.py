@@ -101,8 +101,8 @@ def latent(r, kind, c):
             # The first training's context is what it looks for; these are as long.
             more["rope_parameters"] |= numbers | {"original_max_position_embeddings": c["max_position_embeddings"]}
     elif kind == "mistral4":
-        yarn = {"rope_type": "yarn", "rope_theta": r.choice([1e4, 1e6]), "factor": r.choice([2.0, 16.0]), "original_max_position_embeddings": r.choice([128, 256])}
-        more["rope_parameters"] = yarn | {"mscale": 1.0, "mscale_all_dim": r.choice([0.0, 1.0]), "llama_4_scaling_beta": 0.1}
+        yarn = {"rope_type": "yarn", "rope_theta": r.choice([1e4, 1e6]), "factor": r.choice([2.0, 16.0]), "original_max_position_embeddings": r.choice([7, 16, 50, 128])}
+        more["rope_parameters"] = yarn | {"mscale": 1.0, "mscale_all_dim": r.choice([0.0, 1.0]), "llama_4_scaling_beta": r.choice([0.1, 0.5])}
     elif c["rope_parameters"]["rope_type"] == "yarn" and r.random() < 0.7:
         more["rope_parameters"] = c["rope_parameters"] | {"mscale": r.choice([0.707, 1.0]), "mscale_all_dim": r.choice([0.707, 1.0])}
     if kind in ("youtu", "minicpm3"):
@@ -185,7 +185,7 @@ def text_config(r, kind):
         c |= {key: r.random() < 0.5 for key in ["attention_bias", "attention_out_bias", "mlp_bias"]}
     if kind == "ministral3":
         c["sliding_window"] = r.choice([None, None, 7, 40])
-        c["rope_parameters"] |= {"llama_4_scaling_beta": r.choice([0.1, 0.5]), "original_max_position_embeddings": 128}
+        c["rope_parameters"] |= {"llama_4_scaling_beta": r.choice([0.1, 0.5]), "original_max_position_embeddings": r.choice([7, 16, 50, 128])}
     if kind == "olmoe":
         experts = r.choice([1, 4, 8, 16])
         c |= {"num_experts": experts, "num_experts_per_tok": r.randint(1, min(experts, 8)), "norm_topk_prob": r.random() < 0.5}

@@ -186,25 +186,27 @@ impl<S: Simd> Leaf for LayerNormRow<S> {
 }
 
 /// y = f(a, b).
-pub(crate) struct Elementwise {
+pub(crate) struct Elementwise<F> {
     pub(crate) rows: usize,
     pub(crate) function: Function,
     pub(crate) activation: Activation,
+    /// What a row is multiplied with, if that is the function.
+    pub(crate) factor: F,
     pub(crate) a: Tensor,
     pub(crate) b: Tensor,
     pub(crate) y: Tensor,
 }
 
-impl Body for Elementwise {
+impl<F: Fn(usize) -> f32> Body for Elementwise<F> {
     type Output = ();
     unsafe fn run<L: Level>(self) {
         let n = self.a.extent(1);
         for r in 0..self.rows {
             let (a, y) = (Row::of(&self.a, [r, 0], n), Row::of(&self.y, [r, 0], n));
             let (function, activation) = (self.function, self.activation);
-            let b = optional(&self.b, r).unwrap_or(a);
+            let (b, factor) = (optional(&self.b, r).unwrap_or(a), (self.factor)(r));
             // SAFETY: the level exists (caller); the rows have one length.
-            unsafe { L::S::call(ElementwiseRow::<L::S> { function, activation, a, b, y, set: PhantomData }) };
+            unsafe { L::S::call(ElementwiseRow::<L::S> { function, activation, factor, a, b, y, set: PhantomData }) };
         }
     }
 }
@@ -212,6 +214,7 @@ impl Body for Elementwise {
 struct ElementwiseRow<S> {
     function: Function,
     activation: Activation,
+    factor: f32,
     a: Row,
     b: Row,
     y: Row,
@@ -237,6 +240,7 @@ impl<S: Simd> Leaf for ElementwiseRow<S> {
                     Function::Add => S::add(a, b),
                     Function::Mul | Function::ActivateMul => S::mul(a, b),
                     Function::Activate => a,
+                    Function::Lengthen => S::mul(a, S::splat(self.factor)),
                 };
                 self.y.store::<S>(i, n, y);
             }

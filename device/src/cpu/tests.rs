@@ -1149,22 +1149,25 @@ mod rowwise {
         #[test]
         fn elementwise_agrees_with_its_reference(
             isa in isas(), ad in dtypes(), bd in dtypes(), yd in dtypes(), rows in 0usize..4, n in 1usize..70,
-            gap in 0usize..5, skew in 0usize..2, function in 0usize..4, activation in 0usize..6, size in 0.0f32..100.0,
-            kind in 0u32..7, seed in any::<u64>(),
+            gap in 0usize..5, skew in 0usize..2, function in 0usize..5, activation in 0usize..6, size in 0.0f32..100.0,
+            first in 0u32..5000, original in 1u32..100, kind in 0u32..7, seed in any::<u64>(),
         ) {
-            let function = [Function::Add, Function::Mul, Function::Activate, Function::ActivateMul][function];
+            let functions =
+                [Function::Add, Function::Mul, Function::Activate, Function::ActivateMul, Function::Lengthen];
+            let function = functions[function];
             let activation = [
                 Activation::None, Activation::Gelu, Activation::Silu, Activation::Relu, Activation::GeluTanh,
                 Activation::Capped(2.0),
             ][activation];
             let a = Memory::new(ad, &[rows, n], gap, skew, |i| size * special(kind, seed, i));
             let b = match function {
-                Function::Activate => Memory::absent(),
+                Function::Activate | Function::Lengthen => Memory::absent(),
                 _ => Memory::new(bd, &[rows, n], gap, skew, |i| noise(seed ^ 1, i)),
             };
             let y = Memory::new(yd, &[rows, n], gap, skew, |_| 7.0);
-            let p = elementwise::Params { function: function as u32, activation: activation.number() };
-            let results = both::<Elementwise>(isa, &p, &[a, b, y], step(0, rows as u32), 0);
+            let (function, activation) = (function as u32, activation.number());
+            let p = elementwise::Params { function, activation, beta: 0.1, original };
+            let results = both::<Elementwise>(isa, &p, &[a, b, y], step(first, rows as u32), 0);
             // Of gelu |x| * 6e-7 is allowed.
             compare(isa, &results, 2, 1e-6 * (size + 1.0))?;
         }

@@ -1354,17 +1354,20 @@ fn embedding(random: &mut Random, round: usize) {
 
 fn elementwise_select_pool(random: &mut Random, round: usize) {
     let (rows, n) = (random.one_to(5), random.one_to(200));
-    let (function, activation) = (round as u32 % 4, random.activation());
-    let mut case = Case::new::<Elementwise>(elementwise::Params { function, activation });
+    let (function, activation) = (round as u32 % 5, random.activation());
+    let original = random.one_to(9);
+    let params = elementwise::Params { function, activation, beta: 0.25, original };
+    let mut case = Case::new::<Elementwise>(params);
     let dtype = random.dtype();
     case.floats(random, dtype, &[rows, n]);
-    if function == elementwise::Function::Activate as u32 {
+    if [elementwise::Function::Activate, elementwise::Function::Lengthen].iter().any(|f| *f as u32 == function) {
         case.absent();
     } else {
         case.floats(random, dtype, &[rows, n]);
     }
     case.push(random, dtype, &[rows, n], |_| 7.0);
     case.step.rows = random.one_to(rows);
+    case.step.first_pos = random.below(100);
     case.counts = rows == 1;
     case.judge("elementwise");
 

@@ -23,7 +23,7 @@ pub(crate) fn exp(x: f32) -> f32 {
 
 /// ln x to 1e-7 and 3e-7 of itself, of a positive number that is not subnormal: x = m 2^n with m from 2/3 to 4/3, and
 /// ln m = 2 atanh((m - 1) / (m + 1)).
-fn ln(x: f32) -> f32 {
+pub(crate) fn ln(x: f32) -> f32 {
     const TWO_THIRDS: u32 = 0x3f2a_aaab;
     let n = (x.to_bits().wrapping_sub(TWO_THIRDS) as i32) >> 23;
     let m = f32::from_bits(x.to_bits().wrapping_sub((n as u32) << 23));

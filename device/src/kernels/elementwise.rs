@@ -3,7 +3,8 @@
 #[cfg(not(target_arch = "nvptx64"))]
 use super::linear::Activation;
 use super::*;
-use crate::gpu::math::activate;
+use crate::arch::scalar::fma;
+use crate::gpu::math::{activate, ln};
 
 /// See the module head.
 #[derive(Debug)]
@@ -21,13 +22,16 @@ pub enum Function {
     Activate = 2,
     /// activation(a) * b.
     ActivateMul = 3,
+    /// a * (1 + beta * ln(1 + floor(p / original))), where p is the row's position: how Llama 4 and its like multiply
+    /// queries beyond the context of the first training; no b.
+    Lengthen = 4,
 }
 
 impl Function {
     /// The function numbered `number`.
     pub fn from_u32(number: u32) -> Option<Function> {
         use Function::*;
-        [Add, Mul, Activate, ActivateMul].into_iter().find(|f| *f as u32 == number)
+        [Add, Mul, Activate, ActivateMul, Lengthen].into_iter().find(|f| *f as u32 == number)
     }
 }
 
@@ -39,6 +43,17 @@ pub struct Params {
     pub function: u32,
     /// An [`Activation`].
     pub activation: u32,
+    /// Of [`Function::Lengthen`].
+    pub beta: f32,
+    /// Likewise, in positions; at least 1 there.
+    pub original: u32,
+}
+
+impl Params {
+    /// What [`Function::Lengthen`] multiplies a row at `position` with.
+    pub(crate) fn lengthening(&self, position: u32) -> f32 {
+        fma(self.beta, ln((1 + position / self.original) as f32), 1.0)
+    }
 }
 
 slots! {
@@ -61,7 +76,10 @@ impl MacroKernel for Elementwise {
         if Activation::from_u32(p.activation).is_none() {
             return Err(format!("activation {} is unknown", p.activation));
         }
-        if b.is_present() == (function == Function::Activate) {
+        if function == Function::Lengthen && p.original == 0 {
+            return Err("0 positions of the first training, expected at least 1".to_owned());
+        }
+        if b.is_present() == matches!(function, Function::Activate | Function::Lengthen) {
             return Err(format!("{function:?} takes {} tensors", if b.is_present() { 1 } else { 2 }));
         }
         for (name, operand) in [("a", a), ("b", b), ("y", y)] {
@@ -79,6 +97,7 @@ impl MacroKernel for Elementwise {
         let [a, b, y] = core::array::from_fn(|i| call.tensor(i));
         let function = Function::from_u32(p.function).unwrap_or(Function::Add);
         let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
+        let first = call.step.first_pos + call.task.row_first;
         for r in 0..call.rows(slot::A) {
             for c in 0..a.extent(1) {
                 let x = a.get([r, c]);
@@ -89,6 +108,10 @@ impl MacroKernel for Elementwise {
                         Function::Mul => x * b.get([r, c]),
                         Function::Activate => activation.apply(x),
                         Function::ActivateMul => activation.apply(x) * b.get([r, c]),
+                        Function::Lengthen => {
+                            let times = (1 + (first + r as u32) / p.original) as f32;
+                            x * (1.0 + p.beta * times.ln())
+                        }
                     },
                 );
             }
@@ -100,6 +123,7 @@ impl MacroKernel for Elementwise {
         const ADD: u32 = Function::Add as u32;
         const MUL: u32 = Function::Mul as u32;
         const ACTIVATE: u32 = Function::Activate as u32;
+        const LENGTHEN: u32 = Function::Lengthen as u32;
         // SAFETY: the operands are the slots' and every index is below its extent; `b` is there unless the function is
         // of one tensor; a thread reads and writes its own elements, so `y` may be `a` or `b`.
         unsafe {
@@ -112,6 +136,7 @@ impl MacroKernel for Elementwise {
                     ADD => x + b.get(at),
                     MUL => x * b.get(at),
                     ACTIVATE => activate(p.activation, x),
+                    LENGTHEN => x * p.lengthening(call.first_pos() + call.row_first() + at[0]),
                     _ => activate(p.activation, x) * b.get(at),
                 };
                 y.set(at, value);
@@ -128,7 +153,9 @@ impl MacroKernel for Elementwise {
         }
         let function = Function::from_u32(p.function).unwrap_or(Function::Add);
         let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
-        scratch.isa.run(crate::cpu::rowwise::Elementwise { rows: call.rows(slot::A), function, activation, a, b, y });
+        let (rows, first) = (call.rows(slot::A), call.step.first_pos + call.task.row_first);
+        let factor = |r: usize| if function == Function::Lengthen { p.lengthening(first + r as u32) } else { 1.0 };
+        scratch.isa.run(crate::cpu::rowwise::Elementwise { rows, function, activation, factor, a, b, y });
         Ok(())
     }
 }

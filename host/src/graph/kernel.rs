@@ -753,10 +753,38 @@ impl KernelGraph {
         let [rows, n] = self.matrix(name, "a", a)?;
         let y = self.intermediate(name, &[rows, n], DType::F32)?;
         use kernels::elementwise::slot::{A, B, Y};
-        let params = kernels::elementwise::Params { function: function as u32, activation: activation.number() };
+        let params = kernels::elementwise::Params {
+            function: function as u32,
+            activation: activation.number(),
+            beta: 0.0,
+            original: 1,
+        };
         let columns = Cut::columns(n, &[(A, 1), (B, 1), (Y, 1)]);
         let rows = Cut::rows(rows, &[(A, 0), (B, 0), (Y, 0)]);
         self.add::<kernels::Elementwise>(name, &params, &[(A, Some(a)), (B, b), (Y, Some(y))], &[columns, rows])?;
+        Ok(y)
+    }
+
+    /// Rows of x, each multiplied with what its position asks for: see [`Function::Lengthen`].
+    pub fn lengthen(&mut self, name: &str, x: TensorId, beta: f32, original: u32) -> Result<TensorId, GraphError> {
+        let [rows, n] = self.matrix(name, "a", x)?;
+        let y = self.intermediate(name, &[rows, n], DType::F32)?;
+        use kernels::elementwise::slot::{A, Y};
+        let (function, activation) = (Function::Lengthen as u32, Activation::None.number());
+        let params = kernels::elementwise::Params { function, activation, beta, original };
+        let mut add = |graph: &mut KernelGraph, name: &str, [x, y]: [TensorId; 2], rows: usize| {
+            let columns = Cut::columns(n, &[(A, 1), (Y, 1)]);
+            let rows = Cut::rows(rows, &[(A, 0), (Y, 0)]);
+            graph.add::<kernels::Elementwise>(name, &params, &[(A, Some(x)), (Y, Some(y))], &[columns, rows])
+        };
+        match self.pass {
+            // Each at its own position.
+            Pass::Batch => self.each_sequence(|graph, sequence| {
+                let of_row = [graph.row_of(x, sequence)?, graph.row_of(y, sequence)?];
+                add(graph, &format!("{name}.{sequence}"), of_row, 1)
+            })?,
+            _ => add(self, name, [x, y], rows)?,
+        }
         Ok(y)
     }
 

@@ -4,8 +4,8 @@
 //! `group` = heads / kv_heads, `head_dim`, `context` (positions of the KV cache), `vocab`.
 
 use super::config::{
-    Activation as ConfigActivation, Architecture, AttentionGate, DecoderConfig, DeltaRule, Experts, Heads, LimitedGate,
-    Mixer, Norms, QkNorm, Rope, SharedExpert, Sigmoids, StateSpace,
+    Activation as ConfigActivation, Architecture, AttentionGate, DecoderConfig, DeltaRule, Experts, Heads, Lengthening,
+    LimitedGate, Mixer, Norms, QkNorm, Rope, SharedExpert, Sigmoids, StateSpace,
 };
 use super::embedding;
 use super::error::ModelError;
@@ -372,6 +372,7 @@ impl<'a> Decoder<'a> {
                 [None; 2]
             }
         };
+        p.q = self.lengthen(&format!("{prefix}.q_lengthen"), p.q)?;
         let group = n_heads / n_kv;
         // Per head, what its query takes of the row, and a gate, if there are gates.
         let taken = dim * self.config.of_query();
@@ -444,6 +445,16 @@ impl<'a> Decoder<'a> {
         };
         let heads = self.graph.reshape(attended, &shape)?;
         Ok(self.graph.gated(&format!("{prefix}.gate"), heads, gates, Gate::Sigmoid, GateNorm::None)?)
+    }
+
+    /// Queries, or what they are made of, multiplied as their positions ask for, where some are far enough.
+    fn lengthen(&mut self, name: &str, x: TensorId) -> Result<TensorId, BuildError> {
+        match self.config.lengthening {
+            Some(Lengthening { beta, original }) if self.cache.context > original => {
+                Ok(self.graph.lengthen(name, x, beta as f32, original as u32)?)
+            }
+            _ => Ok(x),
+        }
     }
 
     /// (x +) what `mixer`, which layer `layer` has in the place of attention, makes of h.

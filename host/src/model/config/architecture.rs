@@ -23,7 +23,7 @@ pub enum Architecture {
     /// `MistralForCausalLM`: Llama with an optional attention window.
     Mistral,
     /// `Ministral3ForCausalLM`: Mistral whose heads have a width of their own. Beyond the context of the first training
-    /// it multiplies queries with a number that grows with their position, which is not done here: so it ends there.
+    /// it multiplies queries with a number that grows with their position.
     Ministral3,
     /// `MixtralForCausalLM`: Mistral whose MLPs are mixtures of experts.
     Mixtral,
@@ -120,7 +120,7 @@ pub enum Architecture {
     /// `Glm4MoeLiteForCausalLM` (GLM 4.7 Flash): the same.
     Glm4MoeLite,
     /// `Mistral4ForCausalLM`: DeepSeek V2 whose experts' parts add up. Beyond the context of the first training it
-    /// multiplies queries, as Ministral 3 does, which is not done here: so it ends there.
+    /// multiplies queries, as Ministral 3 does.
     Mistral4,
     /// `YoutuForCausalLM`: Llama with latent attention.
     Youtu,

@@ -8,7 +8,7 @@ use perpetua_shared::dtype::Q4_BLOCK;
 use super::architecture::{AttentionGate, Biases, Mixture, Normalises, Recurs, Shared, Sliding, Sparse};
 use super::gemma4;
 use super::latent::{self, Latent};
-use super::rope::{self, Rope, RopeScaling};
+use super::rope::{self, Lengthening, Rope, RopeScaling};
 use super::{
     Activation, Architecture, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS, MAX_POSITIONS,
     MAX_VOCAB, QkNorm, Stored, activation,
@@ -41,6 +41,8 @@ pub struct DecoderConfig {
     pub rms_norm_eps: f64,
     /// Per layer, how positions turn queries and keys.
     pub ropes: Vec<Rope>,
+    /// What queries are multiplied with by their positions, where they are.
+    pub lengthening: Option<Lengthening>,
     /// What scores are multiplied with: 1 / sqrt([`Heads::dim`]), unless the file has another number; in Gemma 4, 1.
     pub attention_scale: f64,
     /// What embeddings are multiplied with.
@@ -336,7 +338,6 @@ pub(super) fn decoder(
         }
         _ => max_position_embeddings,
     };
-    let max_position_embeddings = max_position_embeddings.min(ropes.most_positions);
 
     let has = |biases| match biases {
         Biases::Always => Ok(true),
@@ -431,6 +432,7 @@ pub(super) fn decoder(
         latent,
         rms_norm_eps: rms_norm_eps / (added * added),
         ropes: ropes_of_layers,
+        lengthening: ropes.lengthening,
         attention_scale: match traits.multiplies {
             true => multiplier("attention_multiplier")?,
             false if is_gemma4 => 1.0,

@@ -33,7 +33,7 @@ pub use decoder::{
 pub use encoder::BertConfig;
 pub use latent::Latent;
 pub use modern_bert::ModernBertConfig;
-pub use rope::{Rope, RopeScaling};
+pub use rope::{Lengthening, Rope, RopeScaling};
 pub use stored::Stored;
 
 /// The function between an MLP's two linear layers.

@@ -163,6 +163,16 @@ impl Rope {
     }
 }
 
+/// Queries at position p are multiplied with `1 + beta * ln(1 + floor(p / original))`, as Llama 4's: with more than 1
+/// beyond the first training's context.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Lengthening {
+    /// Above 0.
+    pub beta: f64,
+    /// The context of the first training, in positions.
+    pub original: usize,
+}
+
 /// The largest base there may be.
 pub(super) const MAX_THETA: f64 = 1e15;
 
@@ -175,8 +185,8 @@ pub(super) struct Ropes {
     pub(super) sliding: Rope,
     /// How many elements of a head they turn, the first ones.
     pub(super) dim: usize,
-    /// From this position on queries would have to be multiplied with a number of their position's, too.
-    pub(super) most_positions: usize,
+    /// What queries are multiplied with besides, by their positions.
+    pub(super) lengthening: Option<Lengthening>,
     /// What latent attention multiplies scores with, besides.
     pub(super) scores_factor: f64,
 }
@@ -225,13 +235,13 @@ pub(super) fn ropes(
     if given.is_none() && matches!(architecture, Architecture::Ministral3 | Architecture::GptOss) {
         return Err(fields.wrong("rope_parameters", "an object"));
     }
-    let most_positions = given.as_ref().map_or(Ok(MAX_POSITIONS), |given| most_positions(given, shape))?;
+    let lengthening = given.as_ref().map_or(Ok(None), |given| lengthening(given, shape))?;
     let scores_factor = match &given {
         Some(given) if traits.is_latent => scores_factor(given)?,
         _ => 1.0,
     };
     let full = rope(fields, given, (traits.theta_key, traits.rope_theta), shape)?;
-    Ok(Ropes { sliding: full.clone(), full, dim, most_positions, scores_factor })
+    Ok(Ropes { sliding: full.clone(), full, dim, lengthening, scores_factor })
 }
 
 /// See [`Ropes::scores_factor`]: the square of YaRN's factor for all of a head's elements.
@@ -255,12 +265,15 @@ fn kind_key(given: &Fields<'_>) -> &'static str {
     if given.get("rope_type").is_some() { "rope_type" } else { "type" }
 }
 
-/// See [`Ropes::most_positions`]: Llama 4's scaling multiplies by `1 + beta * ln(1 + floor(position / original))`, that
-/// is by 1 in the first training's context.
-fn most_positions(given: &Fields<'_>, shape: Shape) -> Result<usize, ModelError> {
+/// See [`Ropes::lengthening`].
+fn lengthening(given: &Fields<'_>, shape: Shape) -> Result<Option<Lengthening>, ModelError> {
+    // What others would say of it is not heeded.
+    if !matches!(shape.architecture, Architecture::Ministral3 | Architecture::Mistral4) {
+        return Ok(None);
+    }
     match given.real("llama_4_scaling_beta", 0.0..=1e3)? {
-        None | Some(0.0) => Ok(MAX_POSITIONS),
-        Some(_) => original_of(given, shape),
+        None | Some(0.0) => Ok(None),
+        Some(beta) => Ok(Some(Lengthening { beta, original: original_of(given, shape)? })),
     }
 }
 
@@ -327,7 +340,7 @@ fn ropes_by_type(
     } else if architecture.is_gemma4() {
         let full = Rope { theta: 1e6, scaling: RopeScaling::Proportional { part: 0.25, factor: 1.0 } };
         let sliding = Rope { theta: 1e4, scaling: RopeScaling::Default };
-        return Ok(Ropes { full, sliding, dim: head_dim, most_positions: MAX_POSITIONS, scores_factor: 1.0 });
+        return Ok(Ropes { full, sliding, dim: head_dim, lengthening: None, scores_factor: 1.0 });
     }
     if new.as_ref().is_some_and(|new| !is_by_type(new)) {
         // transformers does not heed them.
@@ -370,7 +383,7 @@ fn ropes_by_type(
         // There would be as many of its numbers as the heads of each type have pairs.
         return Err(fields.unsupported("rope_parameters", "all but longrope for this architecture"));
     }
-    Ok(Ropes { full, sliding, dim: head_dim, most_positions: MAX_POSITIONS, scores_factor: 1.0 })
+    Ok(Ropes { full, sliding, dim: head_dim, lengthening: None, scores_factor: 1.0 })
 }
 
 /// What an embedding's keys are understood by.
@@ -449,7 +462,9 @@ fn rope(
     }
     let is_proportional = matches!(scaling, RopeScaling::Proportional { .. });
     let is_heeded = traits.turned_part.is_some() || is_proportional && (reads_beside || !is_beside);
-    let turns_dim = |part: f64| if whole == dim { part == 1.0 } else { (whole as f64 * part) as usize == dim };
+    // Of another whole it is a quotient, with its last digit.
+    let turns_dim =
+        |part: f64| if whole == dim { part == 1.0 } else { (whole as f64 * part - dim as f64).abs() < 1e-6 };
     if !is_heeded && partial.get(PART).is_some_and(|v| !v.as_f64().is_some_and(turns_dim)) {
         let part = dim as f64 / whole as f64;
         let expected = if whole == dim { "1 (the whole head is turned)".to_owned() } else { part.to_string() };

@@ -351,7 +351,7 @@ fn latent_attention() {
             .is_ok()
     );
 
-    // Mistral 4's says which part of a head is turned, and ends where queries would be multiplied.
+    // Mistral 4's says which part of a head is turned, and how queries are multiplied far away.
     let mistral = with(
         lite,
         &json!({
@@ -362,7 +362,8 @@ fn latent_attention() {
         }),
     );
     let config = decoder_of(&mistral);
-    assert_eq!((config.max_position_embeddings, config.heads[0].rotary_dim), (8192, 64));
+    assert_eq!((config.max_position_embeddings, config.heads[0].rotary_dim), (163_840, 64));
+    assert_eq!(config.lengthening, Some(Lengthening { beta: 0.1, original: 8192 }));
     assert!(config.experts.is_some_and(|experts| experts.normalise && experts.sigmoids.is_none()));
 
     // MiniCPM 3's numbers, as its published file has them.
@@ -500,7 +501,7 @@ fn halves_that_read() {
 }
 
 #[test]
-fn ministral_ends_where_queries_would_be_scaled() {
+fn ministral_multiplies_queries_by_their_positions() {
     let rope = json!({
         "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 512, "rope_theta": 1e6, "mscale": 1.0,
         "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
@@ -508,10 +509,16 @@ fn ministral_ends_where_queries_would_be_scaled() {
     let ministral = json!({ "architectures": ["Ministral3ForCausalLM"], "head_dim": 64, "rope_parameters": rope });
     let ministral = with(llama(), &ministral);
     let config = decoder_of(&ministral);
-    assert_eq!((config.max_position_embeddings, config.ropes[0].factor()), (512, 1.0));
+    assert_eq!((config.max_position_embeddings, config.ropes[0].factor()), (8192, 1.0));
+    assert_eq!(config.lengthening, Some(Lengthening { beta: 0.1, original: 512 }));
     let mut without = ministral.clone();
     without["rope_parameters"]["llama_4_scaling_beta"] = 0.into();
-    assert_eq!(decoder_of(&without).max_position_embeddings, 8192);
+    assert_eq!(decoder_of(&without).lengthening, None);
+    // To others it says nothing.
+    assert_eq!(
+        decoder_of(&with(ministral.clone(), &json!({ "architectures": ["LlamaForCausalLM"] }))).lengthening,
+        None
+    );
     let message = parse(&with(ministral, &json!({ "rope_parameters": null }))).expect_err("its default is YaRN");
     assert!(message.contains("rope_parameters: missing, expected an object"), "{message}");
 }

@@ -101,6 +101,7 @@ impl Decoder<'_> {
             Some(rank) => norm(self, names::QUERY_NORM, queries_of, rank)?,
             None => h,
         };
+        let queries_of = self.lengthen(&of_layer("self_attn.q_lengthen"), queries_of)?;
         let latent = self.graph.view(both, 0, &[rows, rank], &[cached, 1])?;
         let latent = norm(self, names::KEY_NORM, latent, rank)?;
         let turned = self.graph.view(both, rank, &[rows, 1, of.turned_dim], &[cached, cached, 1])?;
@@ -108,31 +109,18 @@ impl Decoder<'_> {
     }
 
     /// Of the `queries`, `[rows, heads, rank + turned_dim]`, what is turned later.
-    fn turned_queries(
-        &mut self,
-        layer: usize,
-        of: Latent,
-        x: TensorId,
-        queries: TensorId,
-    ) -> Result<(), BuildError> {
+    fn turned_queries(&mut self, layer: usize, of: Latent, x: TensorId, queries: TensorId) -> Result<(), BuildError> {
         let Latent { query_rank, rank, turned_dim, .. } = of;
         let DecoderConfig { n_heads, hidden_size, .. } = *self.config;
         let (rows, cached) = (self.graph.rows.unwrap_or(1) as usize, of.cached_dim());
         let name = format!("model.layers.{layer}.{}", names::TURNED);
-        let turned =
-            self.graph.view(queries, rank, &[rows, n_heads, turned_dim], &[n_heads * cached, cached, 1])?;
+        let turned = self.graph.view(queries, rank, &[rows, n_heads, turned_dim], &[n_heads * cached, cached, 1])?;
         let w = self.matrices_of_heads(&name, [turned_dim, query_rank.unwrap_or(hidden_size)])?;
         Ok(self.graph.linear_of_heads(&name, x, w, turned)?)
     }
 
     /// And the rest.
-    fn still_queries(
-        &mut self,
-        layer: usize,
-        of: Latent,
-        x: TensorId,
-        queries: TensorId,
-    ) -> Result<(), BuildError> {
+    fn still_queries(&mut self, layer: usize, of: Latent, x: TensorId, queries: TensorId) -> Result<(), BuildError> {
         let Latent { query_rank, rank, still_dim, .. } = of;
         let DecoderConfig { n_heads, hidden_size, .. } = *self.config;
         let (rows, cached) = (self.graph.rows.unwrap_or(1) as usize, of.cached_dim());
