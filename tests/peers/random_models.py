@@ -105,6 +105,8 @@ def latent(r, kind, c):
         more["rope_parameters"] = yarn | {"mscale": 1.0, "mscale_all_dim": r.choice([0.0, 1.0]), "llama_4_scaling_beta": r.choice([0.1, 0.5])}
     elif c["rope_parameters"]["rope_type"] == "yarn" and r.random() < 0.7:
         more["rope_parameters"] = c["rope_parameters"] | {"mscale": r.choice([0.707, 1.0]), "mscale_all_dim": r.choice([0.707, 1.0])}
+    if kind == "youtu":
+        more["pad_token_id"] = None  # transformers 5.24 loads that row of the embeddings as zeros
     if kind in ("youtu", "minicpm3"):
         return more
     experts = r.choice([2, 4, 8])
@@ -348,7 +350,7 @@ def in_fp8(folder, r, kind):
 
     said = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(sides["block"]) if strategy == "block" else None}
     save_fp8(folder, of, said)
-    of_class = AutoModelForImageTextToText if kind in HALVES else AutoModelForCausalLM
+    of_class = AutoModelForImageTextToText if kind in HALVES else Mistral4ForCausalLM if kind == "mistral4" else AutoModelForCausalLM
     model = of_class.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
     for p in model.parameters():
         p.data = p.data.bfloat16().float()
