@@ -97,6 +97,7 @@ impl Builder {
                 .collect(),
             row_axis: None,
             rows: 1,
+            head_axis: None,
             kernel: None,
         });
     }

@@ -493,6 +493,7 @@ fn tensors_of_no_graph_are_refused_by_name() {
         kv: Some([k; 2]),
         norms: [None; 2],
         norms_values: false,
+        norms_turned: false,
         frequencies: far,
         turned_pairs: 2,
         factor: 1.0,

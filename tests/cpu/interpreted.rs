@@ -556,6 +556,7 @@ fn families_with_operators_of_their_own_make_the_cpus_tokens() {
         "tiny-gemma4",
         "tiny-gemma4-moe",
         "tiny-glm4-moe-lite",
+        "tiny-hunyuan",
     ] {
         let model = Model::load(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)).expect(name);
         let config = EngineConfig { max_context: Some(24), chunks: vec![4], ..EngineConfig::default() };

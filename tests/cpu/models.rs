@@ -88,7 +88,7 @@ fn divergence(expected: &[f32], found: &[f32]) -> f64 {
     p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum()
 }
 
-pub(super) const MODELS: [&str; 32] = [
+pub(super) const MODELS: [&str; 33] = [
     "tiny-qwen3",
     "tiny-llama",
     "tiny-qwen2",
@@ -115,6 +115,7 @@ pub(super) const MODELS: [&str; 32] = [
     "tiny-gemma4-moe",
     "tiny-glm4-moe-lite",
     "tiny-deepseek-v2",
+    "tiny-hunyuan",
     RECURRENT[0],
     RECURRENT[1],
     RECURRENT[2],

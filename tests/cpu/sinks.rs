@@ -63,6 +63,7 @@ fn build(mut graph: KernelGraph, rows: usize, mask: Mask, has_sinks: bool) -> (K
         kv: Some([k, v]),
         norms: [None; 2],
         norms_values: false,
+        norms_turned: false,
         frequencies,
         turned_pairs: DIM / 2,
         factor: 1.0,

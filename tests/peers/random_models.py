@@ -27,10 +27,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 sys.path.insert(0, str(Path(__file__).parent.parent / "fixtures"))
 from make_fixtures import fp8, save_fp8, save_mxfp4, to_mxfp4
 
-DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3", "granite", "phi3", "olmo2", "olmo3", "exaone4", "seed_oss", "ministral3", "glm", "glm4", "ernie4_5", "granite_swa", "gemma4_text", "gemma4_unified_text"]
+DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3", "granite", "phi3", "olmo2", "olmo3", "exaone4", "seed_oss", "ministral3", "glm", "glm4", "ernie4_5", "granite_swa", "gemma4_text", "gemma4_unified_text", "hunyuan_v1_dense"]
 # Layers pass states from row to row, most of them.
 RECURRENT = ["qwen3_5_text", "qwen3_next", "lfm2", "lfm2_moe", "lfm3"]
-EXPERTS = ["mixtral", "granitemoe", "granitemoeshared", "granitemoehybrid", "qwen3_moe", "qwen2_moe", "olmoe", "qwen3_5_moe_text", "gpt_oss", "mellum", "granitemoe_swa"]
+EXPERTS = ["mixtral", "granitemoe", "granitemoeshared", "granitemoehybrid", "qwen3_moe", "qwen2_moe", "olmoe", "qwen3_5_moe_text", "gpt_oss", "mellum", "granitemoe_swa", "hunyuan_v1_moe"]
 # The same, chosen by corrected sigmoids.
 BY_SIGMOID = ["lfm2_moe", "glm4_moe", "solar_open", "exaone_moe", "dots1", "afmoe", "minimax_m2"]
 # Attention to latents, the first of them with experts.
@@ -276,6 +276,14 @@ def text_config(r, kind):
         experts = r.choice([2, 4, 8])
         moe = {"num_experts": experts, "top_k_experts": r.randint(1, min(experts, 4)), "moe_intermediate_size": r.choice([8, 24, 64])}
         c |= {"enable_moe_block": True, **moe} if r.random() < 0.4 else {}
+    if kind.startswith("hunyuan"):
+        c["attention_bias"] = r.random() < 0.3
+        if r.random() < 0.5 and head_dim > 2:
+            c["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": r.choice([2.0, 1000.0]), "factor": 1.0, "beta_fast": 32, "beta_slow": 1}
+    if kind == "hunyuan_v1_moe":
+        experts = r.choice([1, 2, 4, 8])
+        chosen = r.randint(1, min(experts, 4))
+        c |= {"num_experts": experts, "moe_topk": r.choice([chosen, [chosen] * layers])}
     if kind in LATENT:
         c |= latent(r, kind, c)
     if kind == "gemma3_text":

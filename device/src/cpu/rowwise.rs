@@ -349,6 +349,7 @@ impl Body for Rope<'_> {
         let [sin, cos, copy] = self.scratch.areas([half, half, d]);
         let norm = |w: &Tensor| w.is_present().then(|| vector(w));
         let (q_norm, k_norm, eps) = (norm(&self.q_norm), norm(&self.k_norm), self.params.eps);
+        let is_behind = self.params.norms & rope::TURNED != 0;
         for r in 0..self.rows {
             let pos = self.first + r;
             for i in 0..half {
@@ -359,7 +360,9 @@ impl Body for Rope<'_> {
             for h in 0..n_kv {
                 let turn = |from: Row, norm: Option<Row>, to: Row| {
                     // SAFETY: the level exists (caller); sin and cos are of half the rows' length.
-                    unsafe { L::S::call(Turn::<L::S> { from, norm, eps, turned, sin, cos, to, set: PhantomData }) }
+                    unsafe {
+                        L::S::call(Turn::<L::S> { from, norm, is_behind, eps, turned, sin, cos, to, set: PhantomData })
+                    }
                 };
                 for g in 0..group {
                     let q = Row::of(&self.q, [r, h, g, 0], d);
@@ -383,7 +386,7 @@ impl Body for Rope<'_> {
                 let (v, y) = (Row::of(&self.v, [r, h, 0], n), Row::of(&self.v_cache, [h, pos, 0], n));
                 // SAFETY: the level exists (caller).
                 unsafe {
-                    let scale = if self.params.norms_values != 0 {
+                    let scale = if self.params.norms & rope::VALUES != 0 {
                         L::S::call(NormScale::<L::S>(v, eps, PhantomData))
                     } else {
                         1.0
@@ -420,6 +423,8 @@ impl<S: Simd> Leaf for NormScale<S> {
 struct Turn<S> {
     from: Row,
     norm: Option<Row>,
+    /// Whether its weights are multiplied with what is turned.
+    is_behind: bool,
     eps: f32,
     turned: usize,
     sin: *const f32,
@@ -453,13 +458,19 @@ impl<S: Simd> Leaf for Turn<S> {
                     if i < turned { (turned, [i, i + turned]) } else { (half, [i + turned, i + half]) };
                 let n = S::LANES.min(end - i);
                 let (mut a, mut b) = (self.from.load::<S>(low, n), self.from.load::<S>(high, n));
-                if let Some(norm) = self.norm {
-                    a = S::mul(S::mul(a, scale), norm.load::<S>(low, n));
-                    b = S::mul(S::mul(b, scale), norm.load::<S>(high, n));
+                if self.norm.is_some() {
+                    (a, b) = (S::mul(a, scale), S::mul(b, scale));
                 }
+                let weighed = |[a, b]: [S::F; 2], is_now: bool| match self.norm {
+                    Some(norm) if is_now => [S::mul(a, norm.load::<S>(low, n)), S::mul(b, norm.load::<S>(high, n))],
+                    _ => [a, b],
+                };
+                [a, b] = weighed([a, b], !self.is_behind);
                 let (sin, cos) = (rows::load::<S>(self.sin.add(i), n), rows::load::<S>(self.cos.add(i), n));
-                self.to.store::<S>(i, n, S::sub(S::mul(a, cos), S::mul(b, sin)));
-                self.to.store::<S>(half + i, n, S::add(S::mul(b, cos), S::mul(a, sin)));
+                [a, b] = [S::sub(S::mul(a, cos), S::mul(b, sin)), S::add(S::mul(b, cos), S::mul(a, sin))];
+                [a, b] = weighed([a, b], self.is_behind);
+                self.to.store::<S>(i, n, a);
+                self.to.store::<S>(half + i, n, b);
                 i += n;
             }
         }

@@ -1399,8 +1399,8 @@ fn rope(random: &mut Random, round: usize) {
     let turned_pairs = random.turned_pairs(d);
     let turned_pairs = if by_eights && turned_pairs < d / 2 { turned_pairs / 4 * 4 } else { turned_pairs };
     let context = 56;
-    let norms_values = random.below(2);
-    let mut case = Case::new::<Rope>(rope::Params { eps: 1e-6, turned_pairs, factor: 1.25, norms_values });
+    let norms = if turned_pairs == d / 2 { random.below(4) } else { random.below(2) };
+    let mut case = Case::new::<Rope>(rope::Params { eps: 1e-6, turned_pairs, factor: 1.25, norms });
     // Now and then there is nothing to append.
     let appends = random.below(4) > 0;
     let (dtype, cached) = if by_eights { (DType::F32, DType::Bf16) } else { (random.dtype(), random.dtype()) };
@@ -1598,9 +1598,8 @@ fn decode_attention_case(
 ) -> Case {
     let window = random.some_window(context);
     let turned_pairs = random.turned_pairs(d);
-    let norms_values = random.below(2);
-    let params =
-        decode_attention::Params { eps: 1e-6, scale: 0.3, splits, window, turned_pairs, factor: 1.25, norms_values };
+    let norms = if turned_pairs == d / 2 { random.below(4) } else { random.below(2) };
+    let params = decode_attention::Params { eps: 1e-6, scale: 0.3, splits, window, turned_pairs, factor: 1.25, norms };
     // Now and then another layer has appended.
     let appends = random.below(4) > 0;
     let mut case = Case::new::<DecodeAttention>(params);

@@ -43,15 +43,15 @@ pub struct Params {
     pub turned_pairs: u32,
     /// As [`rope::Params::factor`].
     pub factor: f32,
-    /// As [`rope::Params::norms_values`].
-    pub norms_values: u32,
+    /// As [`rope::Params::norms`].
+    pub norms: u32,
 }
 
 impl Params {
     #[cfg(not(target_arch = "nvptx64"))]
     fn rope(&self) -> rope::Params {
-        let Params { eps, turned_pairs, factor, norms_values, .. } = *self;
-        rope::Params { eps, turned_pairs, factor, norms_values }
+        let Params { eps, turned_pairs, factor, norms, .. } = *self;
+        rope::Params { eps, turned_pairs, factor, norms }
     }
 
     fn attention(&self) -> attention::Params {
@@ -113,7 +113,7 @@ impl MacroKernel for DecodeAttention {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
-        rope::check(p.turned_pairs, io)?;
+        rope::check(p.turned_pairs, p.norms, io)?;
         p.attention().check()?;
         let [q, .., k_cache, v_cache, y, sinks] = io else { unreachable!("slots were counted") };
         rules::extent("q", q, 0, 1)?;
@@ -212,7 +212,8 @@ impl MacroKernel for DecodeAttention {
                     call.tensor(if g == queries { slot::K_NORM } else { slot::Q_NORM }),
                     call.tensor(slot::FREQUENCIES),
                 );
-                rope::Turn { norm, frequencies, eps: p.eps, pos, turned: p.turned_pairs, factor: p.factor, half, lane }
+                let (turned, factor, is_behind) = (p.turned_pairs, p.factor, p.norms & rope::TURNED != 0);
+                rope::Turn { norm, frequencies, eps: p.eps, pos, turned, factor, is_behind, half, lane }
             };
             // How it is turned is asked for before the query is there.
             let mut asked = turn_of(block.warp(), block.lane()).ask(0);
@@ -233,7 +234,7 @@ impl MacroKernel for DecodeAttention {
                 while g < rows {
                     let is_key = g == queries;
                     if g > queries {
-                        rope::append_value(call, [0, h, pos], d, lane, (p.norms_values != 0, p.eps));
+                        rope::append_value(call, [0, h, pos], d, lane, (p.norms & rope::VALUES != 0, p.eps));
                         break;
                     }
                     let from =

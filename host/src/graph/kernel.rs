@@ -662,7 +662,17 @@ impl KernelGraph {
     /// Normalises (when weights are given) and rotates q in place and k, and appends k and v, if there are such, to
     /// `cache`, keys and values of `[kv_heads, context, d]` each. Shapes: see [`perpetua_device::kernels::rope`].
     pub fn rope(&mut self, name: &str, args: RopeArgs, cache: [TensorId; 2]) -> Result<(), GraphError> {
-        let RopeArgs { q, kv, norms: [q_norm, k_norm], norms_values, frequencies, turned_pairs, factor, eps } = args;
+        let RopeArgs {
+            q,
+            kv,
+            norms: [q_norm, k_norm],
+            norms_values,
+            norms_turned,
+            frequencies,
+            turned_pairs,
+            factor,
+            eps,
+        } = args;
         use kernels::rope::slot::{FREQUENCIES, K, K_CACHE, K_NORM, Q, Q_NORM, V, V_CACHE};
         let [rows, n_kv, _, _] = self.dims_of(name, "q", q)?;
         let heads = Cut::heads(n_kv, &[(Q, 1), (K, 1), (V, 1), (K_CACHE, 0), (V_CACHE, 0)]);
@@ -673,8 +683,9 @@ impl KernelGraph {
             let appended = [(K, k), (V, v), (K_CACHE, cache[0]), (V_CACHE, cache[1])];
             operands.extend(appended.map(|(slot, tensor)| (slot, Some(tensor))));
         }
-        let norms_values = u32::from(norms_values);
-        let params = kernels::rope::Params { eps, turned_pairs: turned_pairs as u32, factor, norms_values };
+        use kernels::rope::{TURNED, VALUES};
+        let norms = if norms_values { VALUES } else { 0 } | if norms_turned { TURNED } else { 0 };
+        let params = kernels::rope::Params { eps, turned_pairs: turned_pairs as u32, factor, norms };
         self.add::<kernels::Rope>(name, &params, &operands, &[heads, rows])
     }
 
@@ -1176,6 +1187,8 @@ pub struct RopeArgs {
     pub norms: [Option<TensorId>; 2],
     /// Whether values have such a norm, without weights.
     pub norms_values: bool,
+    /// Whether weights are multiplied with what is turned, all of each head, and not with what is going to be.
+    pub norms_turned: bool,
     /// `[d/2]` f32, radians per position.
     pub frequencies: TensorId,
     /// How many pairs are turned, the first ones; of frequencies beyond theirs all are 0.

@@ -410,7 +410,10 @@ impl<'a> Decoder<'a> {
         };
         let eps = rms_norm_eps as f32;
         let turned_pairs = rotary_dim / 2;
-        let rope = RopeArgs { q, kv, norms, norms_values, frequencies, turned_pairs, factor, eps };
+        let norms_turned = self.config.architecture.norms_turned();
+        // A norm behind it does not see the factor, but for its epsilon.
+        let (factor, eps) = if norms_turned { (1.0, eps / (factor * factor)) } else { (factor, eps) };
+        let rope = RopeArgs { q, kv, norms, norms_values, norms_turned, frequencies, turned_pairs, factor, eps };
         let scale = self.config.attention_scale as f32;
         let mask = match (self.config.is_bidirectional, self.config.windows[layer]) {
             (false, None) => Mask::Causal,

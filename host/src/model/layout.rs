@@ -142,6 +142,9 @@ impl DecoderNames {
                 after: ["post_attention_layernorm", "post_mlp_layernorm"],
                 ..usual
             },
+            Architecture::HunyuanDense | Architecture::HunyuanMoe => {
+                DecoderNames { qk_norms: ["self_attn.query_layernorm", "self_attn.key_layernorm"], ..usual }
+            }
             Architecture::Glm4 => DecoderNames { after: ["post_self_attn_layernorm", "post_mlp_layernorm"], ..usual },
             _ => usual,
         }
@@ -361,6 +364,10 @@ impl MlpNames {
             Architecture::GraniteMoeShared | Architecture::GraniteMoeHybrid | Architecture::GraniteMoeSwa => {
                 MlpNames::GRANITE
             }
+            Architecture::HunyuanMoe => MlpNames {
+                parts: ["mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj", "mlp.shared_mlp.down_proj"],
+                fused: None,
+            },
             Architecture::Glm4Moe
             | Architecture::DeepseekV2
             | Architecture::DeepseekV3
@@ -491,6 +498,7 @@ impl ExpertNames {
                 ("block_sparse_moe.router", "block_sparse_moe.experts", usual, Some(stacks))
             }
             Architecture::GptOss => ("mlp.router", "mlp.experts", usual, None),
+            Architecture::HunyuanMoe => ("mlp.gate.wg", "mlp.experts", usual, None),
             Architecture::Afmoe => ("mlp.router.gate", "mlp.experts", usual, None),
             Architecture::Qwen35Moe | Architecture::Mistral4 => ("mlp.gate", "mlp.experts", usual, Some(EXPERT_STACKS)),
             Architecture::Gemma4 => {

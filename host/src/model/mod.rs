@@ -444,6 +444,7 @@ mod tests {
             "tiny-gemma4-moe",
             "tiny-glm4-moe-lite",
             "tiny-deepseek-v2",
+            "tiny-hunyuan",
         ] {
             let folder = ModelFolder::open(fixture(name)).expect(name);
             assert_eq!(folder.generation().eos_token_ids, [2]);

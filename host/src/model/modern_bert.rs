@@ -125,6 +125,7 @@ impl Encoder<'_> {
             kv: Some([k, v]),
             norms: [None; 2],
             norms_values: false,
+            norms_turned: false,
             frequencies,
             turned_pairs: head_dim / 2,
             factor,

@@ -10,7 +10,7 @@
 //!
 //! Floor of a task: its bytes, of which most come from L2 and go there.
 
-use super::{Params, pair, slot};
+use super::{Params, TURNED, VALUES, pair, slot};
 use crate::arch::{WARP, memory, scalar, shared, warp};
 use crate::block::{Block, FREE_SHARED};
 use crate::gpu::math::{reciprocal, rsqrt, sin_cos};
@@ -168,8 +168,8 @@ unsafe fn turn_rows(p: &Params, call: &Call<'_>, block: &Block, [first, count]: 
         block.sync();
 
         let of_weights = [slot::Q_NORM, slot::K_NORM].map(|norm| call.tensor(norm).is_present());
-        let are_normed = [of_weights[0], of_weights[1], p.norms_values != 0];
-        let share = reciprocal(d);
+        let are_normed = [of_weights[0], of_weights[1], p.norms & VALUES != 0];
+        let (share, is_behind) = (reciprocal(d), p.norms & TURNED != 0);
         // Whole warps.
         while unit - ((thread % WARP) >> shift) < units {
             let (is_there, of, x) = (has_some & (unit < units), head, words);
@@ -204,9 +204,15 @@ unsafe fn turn_rows(p: &Params, call: &Call<'_>, block: &Block, [first, count]: 
                     let (low, high) = (four(norm + elements[2 * n]), four(norm + elements[2 * n + 1]));
                     let (cos, sin) = (four(angle + pairs[n]), four(angle + half + pairs[n]));
                     for i in 0..4 {
-                        let (a, b) = (x[2 * n][i] * scale * low[i], x[2 * n + 1][i] * scale * high[i]);
-                        x[2 * n][i] = a * cos[i] - b * sin[i];
-                        x[2 * n + 1][i] = b * cos[i] + a * sin[i];
+                        let (mut a, mut b) = (x[2 * n][i] * scale, x[2 * n + 1][i] * scale);
+                        if !is_behind {
+                            (a, b) = (a * low[i], b * high[i]);
+                        }
+                        (a, b) = (a * cos[i] - b * sin[i], b * cos[i] + a * sin[i]);
+                        if is_behind {
+                            (a, b) = (a * low[i], b * high[i]);
+                        }
+                        (x[2 * n][i], x[2 * n + 1][i]) = (a, b);
                     }
                 }
             }

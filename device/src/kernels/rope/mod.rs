@@ -3,12 +3,13 @@
 //!
 //! q: [rows, kv_heads, group, d], rotated in place; k: [rows, kv_heads, d]; v: [rows, kv_heads, n]; q_norm, k_norm: [d],
 //! optional; frequencies: [d/2] f32; k_cache: [kv_heads, context, d]; v_cache: [kv_heads, context, n]. Without k and v,
-//! and caches, there is nothing to append: another's is attended to. Where `norms_values`, values are normalised, too, without weights. Row r stands at
-//! position p = first_pos + r and turns pair i by the angle p * frequencies[i], in f32. Pairs are (x[i], x[i + d/2]).
-//! Where only the first 2 * t elements of a head are turned (`turned_pairs` is t), the first t are (x[i], x[i + t]);
-//! the others, of frequency 0, are (x[i + t], x[i + d/2]), what is left. Pair i always comes to elements i and i + d/2:
-//! so queries and keys are in another order than they came, one and the same, which their products do not see. What is
-//! turned is multiplied by `factor` (YaRN's and LongRoPE's).
+//! and caches, there is nothing to append: another's is attended to. With [`VALUES`], values are normalised, too,
+//! without weights. Row r stands at position p = first_pos + r and turns pair i by the angle p * frequencies[i], in f32.
+//! Pairs are (x[i], x[i + d/2]). Norms' weights come before that, or, with [`TURNED`], behind it (Hunyuan's): the mean
+//! square is the same. Where only the first 2 * t elements of a head are turned (`turned_pairs` is t), the first t are
+//! (x[i], x[i + t]); the others, of frequency 0, are (x[i + t], x[i + d/2]), what is left. Pair i always comes to
+//! elements i and i + d/2: so queries and keys are in another order than they came, one and the same, which their
+//! products do not see. What is turned is multiplied by `factor` (YaRN's and LongRoPE's).
 
 use super::*;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -38,9 +39,15 @@ pub struct Params {
     pub turned_pairs: u32,
     /// Multiplies what is turned; 1 as a rule.
     pub factor: f32,
-    /// 1: values have a norm, without weights.
-    pub norms_values: u32,
+    /// [`VALUES`] and [`TURNED`], those that are so.
+    pub norms: u32,
 }
+
+/// Of [`Params::norms`]: values have a norm, without weights.
+pub const VALUES: u32 = 1;
+
+/// Likewise: norms' weights are multiplied with what is turned, not with what is going to be, where all of a head is.
+pub const TURNED: u32 = 2;
 
 impl Params {
     /// Sine and cosine that turn pair `i`, by `angle`, with what multiplies it.
@@ -59,7 +66,7 @@ fn pair(i: u32, turned: u32, half: u32) -> [u32; 2] {
 
 /// Judges [`Rope`]'s operands, the first eight of `io`, and how many pairs it turns.
 #[cfg(not(target_arch = "nvptx64"))]
-pub(super) fn check(turned_pairs: u32, io: &[Operand]) -> Result<(), Violation> {
+pub(super) fn check(turned_pairs: u32, norms: u32, io: &[Operand]) -> Result<(), Violation> {
     let [q, k, v, q_norm, k_norm, frequencies, k_cache, v_cache, ..] = io else { unreachable!("slots were counted") };
     if k.is_present() != v.is_present() || k_norm.is_present() && !k.is_present() {
         return Err("`k`, `v` and `k_norm`: expected no norm without keys, and these with values".to_owned());
@@ -67,6 +74,12 @@ pub(super) fn check(turned_pairs: u32, io: &[Operand]) -> Result<(), Violation> 
     let d = q.extent[3];
     if d % 2 != 0 {
         return Err(format!("head dimension {d} is odd, expected an even one"));
+    }
+    if norms & !(VALUES | TURNED) != 0 {
+        return Err(format!("norms {norms} are unknown"));
+    }
+    if norms & TURNED != 0 && turned_pairs != d / 2 {
+        return Err(format!("{turned_pairs} pairs of heads of {d} elements are turned and normalised, expected all"));
     }
     if turned_pairs > d / 2 {
         return Err(format!("{turned_pairs} pairs are turned, of heads of {d} elements"));
@@ -121,7 +134,7 @@ fn scale_of(head: &[f32], eps: f32) -> f32 {
 /// The value `head` as it is appended.
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) fn value(p: &Params, mut head: Vec<f32>) -> Vec<f32> {
-    if p.norms_values != 0 {
+    if p.norms & VALUES != 0 {
         let scale = scale_of(&head, p.eps);
         head.iter_mut().for_each(|x| *x *= scale);
     }
@@ -136,13 +149,18 @@ pub(super) fn turned(p: &Params, head: &[f32], norm: &io::Tensor, frequencies: &
     if norm.is_present() {
         scale = scale_of(head, eps);
     }
-    let x = |i: usize| head[i] * scale * if norm.is_present() { norm.get([i]) } else { 1.0 };
+    let weight = |i: usize| if norm.is_present() { norm.get([i]) } else { 1.0 };
+    let is_before = p.norms & TURNED == 0;
+    let x = |i: usize| head[i] * scale * if is_before { weight(i) } else { 1.0 };
     let mut turned = vec![0.0; d];
     for i in 0..d / 2 {
         let (sin, cos) = p.turn(i, pos as f32 * frequencies.get([i]));
         let [low, high] = pair(i as u32, p.turned_pairs, d as u32 / 2).map(|at| x(at as usize));
         turned[i] = low * cos - high * sin;
         turned[i + d / 2] = high * cos + low * sin;
+    }
+    if !is_before {
+        turned.iter_mut().enumerate().for_each(|(i, x)| *x *= weight(i));
     }
     turned
 }
@@ -157,6 +175,8 @@ pub(super) struct Turn {
     pub(super) pos: u32,
     pub(super) turned: u32,
     pub(super) factor: f32,
+    /// Whether norms' weights come [behind](TURNED) that.
+    pub(super) is_behind: bool,
     pub(super) half: u32,
     pub(super) lane: u32,
 }
@@ -282,8 +302,17 @@ impl Turn {
                 let turned =
                     |(sin, cos): (f32, f32), low: f32, high: f32| [low * cos - high * sin, high * cos + low * sin];
                 let ([a, b, c, d], [of_a, of_b, of_c, of_d]) = (x, ahead.factors);
-                let one = turned(ahead.turns[0], a * scale * of_a, c * scale * of_c);
-                let other = turned(ahead.turns[1], b * scale * of_b, d * scale * of_d);
+                let (mut one, mut other);
+                if self.is_behind {
+                    cold_path();
+                    one = turned(ahead.turns[0], a * scale, c * scale);
+                    other = turned(ahead.turns[1], b * scale, d * scale);
+                    one = [one[0] * of_a, one[1] * of_c];
+                    other = [other[0] * of_b, other[1] * of_d];
+                } else {
+                    one = turned(ahead.turns[0], a * scale * of_a, c * scale * of_c);
+                    other = turned(ahead.turns[1], b * scale * of_b, d * scale * of_d);
+                }
                 let i = first + 2 * lane;
                 if i < half {
                     put(i, one, other);
@@ -372,6 +401,7 @@ unsafe fn turn_all(p: &Params, call: &gpu::Call<'_>, block: &Block) {
                 pos,
                 turned: p.turned_pairs,
                 factor: p.factor,
+                is_behind: p.norms & TURNED != 0,
                 half,
                 lane: block.lane(),
             };
@@ -391,7 +421,7 @@ unsafe fn turn_all(p: &Params, call: &gpu::Call<'_>, block: &Block) {
             );
             if is_key {
                 let n = call.tensor(slot::V).extent(2);
-                append_value(call, [r, h, pos], n, block.lane(), (p.norms_values != 0, p.eps));
+                append_value(call, [r, h, pos], n, block.lane(), (p.norms & VALUES != 0, p.eps));
             }
             item += block.warps();
         }
@@ -420,7 +450,7 @@ impl MacroKernel for Rope {
         if [k_cache, v_cache].map(Operand::is_present) != [k.is_present(); 2] {
             return Err("`k_cache` and `v_cache`: expected both where there are keys and values, else none".to_owned());
         }
-        check(p.turned_pairs, io)
+        check(p.turned_pairs, p.norms, io)
     }
 
     fn cost(_: &Params, io: &[Operand]) -> Cost {

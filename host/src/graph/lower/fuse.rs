@@ -285,9 +285,9 @@ fn attend(ops: &mut Ops<'_>, at: usize) {
     if !fits || ops.touching(q, number + 1..n_ops).next().is_some() {
         return;
     }
-    let rope::Params { eps, turned_pairs, factor, norms_values } = kernels::params(&rope.kernel.params);
+    let rope::Params { eps, turned_pairs, factor, norms } = kernels::params(&rope.kernel.params);
     let attention::Params { scale, window, .. } = params;
-    let params = decode_attention::Params { eps, scale, splits: 1, window, turned_pairs, factor, norms_values };
+    let params = decode_attention::Params { eps, scale, splits: 1, window, turned_pairs, factor, norms };
     let inputs = [Some(q), k, v, q_norm, k_norm, Some(frequencies)];
     let slots = [&inputs[..], &[Some(keys), Some(values), Some(y), sinks]].concat();
     let dims = vec![Some(1), Some(1), Some(1), None, None, None, Some(0), Some(0), Some(1), Some(0)];

@@ -126,6 +126,12 @@ pub enum Architecture {
     Youtu,
     /// `MiniCPM3ForCausalLM`: the same, with numbers that embeddings, logits and what layers add are multiplied with.
     MiniCpm3,
+    /// `HunYuanDenseV1ForCausalLM` (Hunyuan's of 0.5 to 7 billion, Hunyuan-MT): Llama with norms on each head's query
+    /// and key, whose factors come behind the rotation.
+    HunyuanDense,
+    /// `HunYuanMoEV1ForCausalLM` (Hunyuan-A13B): the same, whose MLPs are mixtures of experts, and beside these one that
+    /// all rows go to.
+    HunyuanMoe,
     /// `Exaone4ForCausalLM`: norms after attention and MLP, and on each head's query and key. Where layers have
     /// windows, the others do not turn queries and keys.
     Exaone4,
@@ -543,6 +549,8 @@ const GLM_EXPERTS: Mixture = Mixture {
 const DEEPSEEK: Traits =
     Traits { is_latent: true, turns_neighbours: true, neighbours_key: Some("rope_interleave"), ..USUAL };
 
+const HUNYUAN: Traits = Traits { qk_norm: QkNorm::Heads, max_position_embeddings: 2048, rms_norm_eps: 1e-5, ..USUAL };
+
 const GLM: Traits = Traits {
     output_bias: Some(Biases::Never),
     n_kv_heads: Some(8),
@@ -604,7 +612,7 @@ const ENCODER: Traits = Traits { is_encoder: true, activation: Activation::Gelu,
 
 impl Architecture {
     /// Every architecture.
-    pub const ALL: [Architecture; 50] = [
+    pub const ALL: [Architecture; 52] = [
         Architecture::Qwen3,
         Architecture::Qwen3Moe,
         Architecture::Mellum,
@@ -651,6 +659,8 @@ impl Architecture {
         Architecture::Mistral4,
         Architecture::Youtu,
         Architecture::MiniCpm3,
+        Architecture::HunyuanDense,
+        Architecture::HunyuanMoe,
         Architecture::Exaone4,
         Architecture::Bert,
         Architecture::Roberta,
@@ -1166,6 +1176,21 @@ impl Architecture {
                 tie_word_embeddings: true,
                 ..DEEPSEEK
             },
+            Architecture::HunyuanDense => {
+                Traits { class_name: "HunYuanDenseV1ForCausalLM", model_type: "hunyuan_v1_dense", ..HUNYUAN }
+            }
+            Architecture::HunyuanMoe => Traits {
+                class_name: "HunYuanMoEV1ForCausalLM",
+                model_type: "hunyuan_v1_moe",
+                mixture: Some(Mixture {
+                    n: 1,
+                    chosen: 1,
+                    chosen_key: "moe_topk",
+                    shared: Some(Shared { key: "intermediate_size", ..GRANITE_SHARED }),
+                    ..EXPERTS
+                }),
+                ..HUNYUAN
+            },
             Architecture::Exaone4 => {
                 Traits { class_name: "Exaone4ForCausalLM", model_type: "exaone4", norms: Norms::After, ..EXAONE }
             }
@@ -1225,6 +1250,11 @@ impl Architecture {
     /// Whether elements of a head are turned with their neighbours, where attention is not latent.
     pub(crate) const fn turns_neighbours(self) -> bool {
         self.traits().turns_neighbours && !self.traits().is_latent
+    }
+
+    /// Whether the factors of norms on heads come behind the rotation.
+    pub(crate) const fn norms_turned(self) -> bool {
+        matches!(self, Architecture::HunyuanDense | Architecture::HunyuanMoe)
     }
 
     /// Whether its checkpoints have q, k and v as one matrix.

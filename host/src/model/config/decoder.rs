@@ -4,6 +4,7 @@ use std::ops::RangeInclusive;
 
 use perpetua_device::kernels::{causal_conv, recurrence, routing};
 use perpetua_shared::dtype::Q4_BLOCK;
+use serde_json::Value;
 
 use super::architecture::{AttentionGate, Biases, Mixture, Normalises, Recurs, Shared, Sliding, Sparse};
 use super::gemma4;
@@ -838,6 +839,18 @@ fn refuse_groups(fields: &Fields<'_>, architecture: Architecture, mixture: Mixtu
     Ok(())
 }
 
+/// The number, from 1 to `most`, that `key` says, or that it says of each layer, all alike.
+fn each_alike(fields: &Fields<'_>, key: &str, most: usize) -> Result<Option<usize>, ModelError> {
+    if !fields.get(key).is_some_and(Value::is_array) {
+        return fields.whole(key, 1..=most);
+    }
+    let each = fields.wholes(key, 1..=most)?.unwrap_or_default();
+    match each[..] {
+        [first, ..] if each.iter().all(|n| *n == first) => Ok(Some(first)),
+        _ => Err(fields.unsupported(key, "one number, or the same one for each layer")),
+    }
+}
+
 /// The mixtures of experts of `architecture`.
 fn experts(
     fields: &Fields<'_>,
@@ -878,7 +891,7 @@ fn experts(
         None => fields.required_whole("intermediate_size", 1..=MAX_INTERMEDIATE)?,
     };
     let most = n.min(routing::MAX_CHOSEN as usize);
-    let chosen = fields.whole(mixture.chosen_key, 1..=most)?.unwrap_or(mixture.chosen);
+    let chosen = each_alike(fields, mixture.chosen_key, most)?.unwrap_or(mixture.chosen);
     if chosen > most {
         return Err(fields.wrong(mixture.chosen_key, format!("at most {key}, {n}")));
     }

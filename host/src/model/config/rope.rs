@@ -414,7 +414,7 @@ fn rope(
     const THETA: std::ops::RangeInclusive<f64> = 1.0..=MAX_THETA;
     let Shape { architecture, max_position_embeddings, dim, whole, .. } = shape;
     let traits = architecture.traits();
-    let (mut theta, mut scaling) = (None, RopeScaling::Default);
+    let (mut theta, mut stretch, mut scaling) = (None, 1.0, RopeScaling::Default);
     let (mut partial, mut is_beside) = (fields.clone(), true);
     // What stands beside all other keys is of every embedding, but for those who have each type's apart.
     let reads_beside = architecture != Architecture::Mellum && !architecture.is_gemma4();
@@ -424,6 +424,15 @@ fn rope(
         let original = || original_of(&given, shape);
         scaling = match kind_of(&given)? {
             "default" => RopeScaling::Default,
+            // Whatever its name says, the text's length is nothing to it.
+            "dynamic" if architecture.norms_turned() && given.get("alpha").is_some() => {
+                let alpha = given.required_real("alpha", 1.0..=1e6)?;
+                stretch = alpha.powf(dim as f64 / (dim as f64 - 2.0));
+                if dim == 2 || stretch > 1e9 {
+                    return Err(given.wrong("alpha", "less, for heads of so few elements"));
+                }
+                RopeScaling::Default
+            }
             // Positions in a picture have three numbers, which are one in text.
             "mrope" if given.get("mrope_section").is_some() => RopeScaling::Default,
             "proportional" if traits.turned_part.is_none() => {
@@ -474,6 +483,7 @@ fn rope(
         Some(theta) => theta,
         None => fields.real(theta_key, THETA)?.unwrap_or(default_theta),
     };
+    let theta = theta * stretch;
     if matches!(scaling, RopeScaling::Yarn { .. }) && theta <= 1.0 {
         return Err(ModelError::key(fields.path(), theta_key, theta.to_string(), "more than 1 (YaRN)"));
     }

@@ -259,6 +259,40 @@ fn experts_chosen_by_corrected_sigmoids() {
 }
 
 #[test]
+fn hunyuan() {
+    // As Hunyuan-A13B's published file has it, but for the layers.
+    let rope = json!({ "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "type": "dynamic" });
+    let file = json!({
+        "architectures": ["HunYuanMoEV1ForCausalLM"], "attention_bias": false, "head_dim": 128, "hidden_size": 4096,
+        "intermediate_size": 3072, "max_position_embeddings": 32768, "model_type": "hunyuan_v1_moe", "moe_topk": [8, 8],
+        "num_attention_heads": 32, "num_experts": 64, "num_hidden_layers": 2, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "rope_scaling": rope, "rope_theta": 10_000.0, "tie_word_embeddings": true, "vocab_size": 128_167,
+    });
+    let config = decoder_of(&file);
+    let shared = Some(SharedExpert { intermediate_size: 3072, is_weighed: false });
+    let experts = Experts { layers: vec![true; 2], shared, ..experts_of([64, 8, 3072], true) };
+    assert_eq!((config.experts, config.qk_norm), (Some(experts), QkNorm::Heads));
+    // The base is stretched, whatever the context.
+    let theta = 1e4 * 1000f64.powf(128.0 / 126.0);
+    assert_eq!((&config.ropes[0].scaling, config.ropes[0].theta), (&RopeScaling::Default, theta));
+    assert!(config.architecture.norms_turned() && !Architecture::Qwen3.norms_turned());
+    for (change, expected) in [
+        (json!({ "moe_topk": [8, 4] }), "moe_topk: [8,4] is not supported; supported: one number, or the same one"),
+        (
+            json!({ "rope_scaling": { "type": "dynamic", "factor": 2.0 } }),
+            "rope_scaling.type: \"dynamic\" is not supported",
+        ),
+        (json!({ "rope_scaling": { "type": "dynamic", "alpha": 0.5 } }), "rope_scaling.alpha: 0.5, expected"),
+        (json!({ "head_dim": 2 }), "rope_scaling.alpha: 1000.0, expected less"),
+    ] {
+        let error = parse(&with(file.clone(), &change)).expect_err(expected);
+        assert!(error.contains(expected), "{error}");
+    }
+    let llama = with(llama(), &json!({ "rope_scaling": { "type": "dynamic", "alpha": 2.0 } }));
+    assert!(parse(&llama).expect_err("Llama heeds it not").contains("\"dynamic\" is not supported"));
+}
+
+#[test]
 fn latent_attention() {
     // As GLM 4.7 Flash's published file has it, but for the layers.
     let glm = json!({

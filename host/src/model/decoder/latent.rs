@@ -150,7 +150,17 @@ impl Decoder<'_> {
         let (frequencies, factor) = rope_frequencies(&mut self.graph, &ropes[layer], alike, dims, self.cache.context)?;
         let turned_pairs = of.turned_dim / 2;
         let (kv, norms) = (Some([turned, latent]), [None; 2]);
-        Ok(RopeArgs { q, kv, norms, norms_values: false, frequencies, turned_pairs, factor, eps: EPS })
+        Ok(RopeArgs {
+            q,
+            kv,
+            norms,
+            norms_values: false,
+            norms_turned: false,
+            frequencies,
+            turned_pairs,
+            factor,
+            eps: EPS,
+        })
     }
 
     /// The matrices called `name`, `[heads, rows, columns]`, those of one head after the other's in the checkpoint.

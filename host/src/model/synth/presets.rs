@@ -7,7 +7,7 @@ use crate::model::config::Architecture;
 use crate::model::error::ModelError;
 
 /// Names of all presets, those of encoders last.
-pub const PRESETS: [&str; 111] = [
+pub const PRESETS: [&str; 113] = [
     "qwen3-110m",
     "qwen3-0.6b",
     "qwen3-1.7b",
@@ -67,6 +67,7 @@ pub const PRESETS: [&str; 111] = [
     "moonlight-16b-a3b",
     "youtu-llm-2b",
     "minicpm3-4b",
+    "hunyuan-a13b",
     "minimax-m2",
     "gpt-oss-20b",
     "gpt-oss-120b",
@@ -108,6 +109,7 @@ pub const PRESETS: [&str; 111] = [
     "tiny-glm4-moe-lite",
     "tiny-deepseek-v2",
     "tiny-minicpm3",
+    "tiny-hunyuan",
     "tiny-minimax-m2",
     "tiny-gpt-oss",
     "tiny-odd",
@@ -222,9 +224,9 @@ impl Sizes {
 pub fn preset_config(name: &str) -> Result<Value, ModelError> {
     use Architecture::{
         Afmoe, DeepseekV2, DeepseekV3, Ernie45, Exaone4, Gemma3, Gemma4, Glm4, Glm4Moe, Glm4MoeLite, GptOss, Granite,
-        GraniteMoe, GraniteMoeHybrid, GraniteMoeShared, GraniteSwa, Lfm2, Lfm2Moe, Lfm3, Llama, Mellum, MiniCpm3,
-        MiniMaxM2, Ministral3, Mistral, Mixtral, Olmo2, Olmo3, Olmoe, Phi3, Qwen2, Qwen2Moe, Qwen3, Qwen3Moe,
-        Qwen3Next, Qwen35, Qwen35Moe, SeedOss, SmolLm3, Youtu,
+        GraniteMoe, GraniteMoeHybrid, GraniteMoeShared, GraniteSwa, HunyuanDense, HunyuanMoe, Lfm2, Lfm2Moe, Lfm3,
+        Llama, Mellum, MiniCpm3, MiniMaxM2, Ministral3, Mistral, Mixtral, Olmo2, Olmo3, Olmoe, Phi3, Qwen2, Qwen2Moe,
+        Qwen3, Qwen3Moe, Qwen3Next, Qwen35, Qwen35Moe, SeedOss, SmolLm3, Youtu,
     };
     const QWEN_VOCAB: usize = 151_936;
     const QWEN_VOCAB_2: usize = 248_320;
@@ -328,6 +330,8 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
             .with_latent(1536, 512, 128, 128)),
         ("minicpm3-4b",       MiniCpm3, sizes(73_448,     2560, 6400,  62, (40, 40), 32, true,   32_768, 1e4, None)
             .with_latent(768, 256, 64, 64)),
+        ("hunyuan-a13b",      HunyuanMoe, sizes(128_167,  4096, 3072,  32, (32, 8), 128, true,   32_768, 1e4, None)
+            .with_experts(64, 8, 3072)),
         ("minimax-m2",        MiniMaxM2, sizes(200_064,   3072, 1536,  62, (48, 8), 128, false, 196_608, 5e6, None)
             .with_experts(256, 8, 1536)),
         ("gpt-oss-20b",       GptOss,  sizes(201_088,     2880, 2880,  24, (64, 8),  64, false, 131_072, 1.5e5, None)
@@ -398,6 +402,7 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
             .with_experts(6, 2, 48).with_latent(0, 48, 24, 32)),
         ("tiny-minicpm3",     MiniCpm3, sizes(1024,        96,  208,    2, (4, 4),   16, true,    4_096, 1e4, None)
             .with_latent(0, 80, 24, 32)),
+        ("tiny-hunyuan",      HunyuanDense, sizes(1024,    96,  208,    2, (6, 2),   16, true,    4_096, 1e4, None)),
         ("tiny-minimax-m2",   MiniMaxM2, sizes(1024,       96,   48,    2, (6, 2),   16, false,   4_096, 5e6, None)
             .with_experts(8, 3, 48)),
         ("tiny-gpt-oss",      GptOss,  sizes(1024,         96,   64,    2, (8, 2),   16, false,   4_096, 1.5e5, None)
@@ -485,8 +490,8 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
         });
     }
     use Architecture::{
-        DeepseekV3, Exaone4, Glm4MoeLite, GptOss, Granite, GraniteMoeHybrid, Llama, MiniCpm3, Ministral3, Mistral,
-        Mixtral, Olmoe, Phi3,
+        DeepseekV3, Exaone4, Glm4MoeLite, GptOss, Granite, GraniteMoeHybrid, HunyuanDense, HunyuanMoe, Llama, MiniCpm3,
+        Ministral3, Mistral, Mixtral, Olmoe, Phi3,
     };
     let has_larger_eps = matches!(
         architecture,
@@ -503,6 +508,8 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             | Glm4MoeLite
             | MiniCpm3
             | DeepseekV3
+            | HunyuanDense
+            | HunyuanMoe
     );
     let eps = if has_larger_eps { 1e-5 } else { 1e-6 };
     let mut config = json!({
@@ -687,6 +694,13 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             map.insert("rope_parameters".into(), rope);
         }
         (Architecture::Youtu, Value::Object(_)) => {}
+        (Architecture::HunyuanDense | Architecture::HunyuanMoe, Value::Object(map)) => {
+            let rope = json!({
+                "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0,
+                "rope_theta": s.theta, "rope_type": "dynamic",
+            });
+            map.insert("rope_parameters".into(), rope);
+        }
         (Architecture::Glm4, Value::Object(map)) => {
             // Of those with 32 billion weights no attention has biases.
             map.insert("attention_bias".into(), (s.layers <= 40).into());
@@ -870,6 +884,7 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             | Architecture::Lfm2Moe
             | Architecture::Mellum
             | Architecture::Gemma4
+            | Architecture::HunyuanMoe
             | Architecture::Afmoe => "num_experts",
             Architecture::Glm4Moe | Architecture::Glm4MoeLite | Architecture::DeepseekV2 | Architecture::DeepseekV3 => {
                 "n_routed_experts"
@@ -877,8 +892,12 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             _ => "num_local_experts",
         };
         map.insert(key.into(), n.into());
-        let is_gemma = architecture == Architecture::Gemma4;
-        map.insert(if is_gemma { "top_k_experts" } else { "num_experts_per_tok" }.into(), chosen.into());
+        let chosen_key = match architecture {
+            Architecture::Gemma4 => "top_k_experts",
+            Architecture::HunyuanMoe => "moe_topk",
+            _ => "num_experts_per_tok",
+        };
+        map.insert(chosen_key.into(), chosen.into());
         if matches!(
             architecture,
             Architecture::Qwen35Moe
