@@ -1509,19 +1509,20 @@ fn attention_of_many(random: &mut Random, round: usize) {
     assert!(case.report.warp_products > 0 || !is_for_tensor_cores, "share {first}..{end}");
 }
 
-/// A few rows whose queries of a head are as few as those of one row in decoding: windows, shares of the positions of
-/// which rows see a part or nothing.
+/// A few rows whose queries of a head are as few as those of one row in decoding, or any of wide heads: windows, shares
+/// of the positions of which rows see a part or nothing.
 fn attention_of_few(random: &mut Random, round: usize) {
     let group = random.one_to(4);
-    let (rows, heads) = (2 + random.below(8 / group - 1), random.one_to(2));
-    let d = 32 * random.one_to(4);
+    let is_wide = round / 2 % 2 == 1;
+    let (rows, heads) = (2 + random.below(if is_wide { 20 } else { 8 / group - 1 }), random.one_to(2));
+    let d = 32 * if is_wide { 4 + random.one_to(14) } else { random.one_to(4) };
     let context = [40, 300][round % 2];
     let splits = if round.is_multiple_of(3) { 1 } else { 1 + random.one_to(9) };
     let window = if splits > 1 || random.flip() { attention::ALL } else { random.one_to(60) };
     let is_beside_tiles = random.below(2);
     let params = attention::Params { scale: 0.3, window, splits, is_beside_tiles, ..Default::default() };
     let mut case = Case::new::<Attention>(params);
-    case.threads = &[224, 96];
+    case.threads = if is_wide { &[224, 96, 32] } else { &[224, 96] };
     case.row_first = random.below(3);
     case.step.first_pos = random.below(context - rows - 4);
     case.step.rows = case.row_first + random.one_to(rows);
@@ -1644,7 +1645,8 @@ fn decode_attention(random: &mut Random, round: usize) {
 /// Whole 32s of dimensions of bf16: the queries of a head together, where rows lie on 16 bytes, as every other does.
 fn decode_attention_of_groups(random: &mut Random, round: usize) {
     let (heads, group, splits) = (random.one_to(2), random.one_to(8), [1, 1 + random.one_to(15)][round % 2]);
-    let d = [64, 128, 32, 96, 160][round / 2 % 5];
+    let d = [64, 256, 128, 32, 96, 576, 160, 512][round / 2 % 8];
+    let group = group.min(MAX_QUERY / d);
     let context = [20, 120, 700][round % 3];
     let visible = if round % 4 == 2 { context } else { random.one_to(context) };
     let mut case = decode_attention_case(random, DType::Bf16, [heads, group, d, splits], (context, visible));

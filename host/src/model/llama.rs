@@ -2,6 +2,7 @@
 //!
 //! - DeepSeek V2 and V3, GLM 4.7 Flash, Mistral 4, Youtu and MiniCPM 3: attention to latents (`decoder::latent`), the
 //!   first ones with experts.
+//! - Hunyuan: heads of q and k normalised, with factors behind the rotation; experts.
 //! - ERNIE 4.5 and GLM: heads whose neighbours are turned with each other, which shows in [`remade`](super::remade)
 //!   alone.
 //! - GLM 4.5 to 4.7, Solar Open, K-EXAONE, dots.llm1, MiniMax M2 and LFM2's larger ones: experts chosen by corrected

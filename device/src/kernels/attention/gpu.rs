@@ -185,30 +185,46 @@ fn share_of(p: &Params, call: &crate::gpu::Call<'_>, r: u32) -> (u32, u32) {
     p.share_of([call.first_pos(), call.pass_rows()], call.row_first() + r, call.block::<1>())
 }
 
+/// How many rows' queries, `group` each of `d` dimensions, a [`Group`] has room for; of heads that other bodies take
+/// many rows of, `rows` or none.
+fn rows_together(rows: u32, group: u32, d: u32) -> u32 {
+    let mut together = rows;
+    if d > group::DIMENSIONS {
+        while together * group > group::QUERIES || together > 0 && !group::has_room(together * group, d) {
+            together -= 1;
+        }
+        return together;
+    }
+    if group::has_room(rows * group, d) { rows } else { 0 }
+}
+
 /// Attends to keys and values of bf16 where a head's queries, of several rows, are as few as those of one row may be in
-/// decoding, and [as](Group) there. Whether it has.
+/// decoding, and [as](Group) there; of wide heads, so many rows at a time. Whether it has.
 unsafe fn few_queries(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> bool {
     // SAFETY: the operands are the slots' and `check` has matched their extents; the rest is `run`'s caller's promise.
     // Queries are staged by one thread each eight elements, between two barriers.
     unsafe {
         let (q, k, v) = (call.tensor(slot::Q), call.tensor(slot::K), call.tensor(slot::V));
         let (heads, group, d) = (q.extent(1), q.extent(2), q.extent(3));
-        let count = call.rows(&q) * group;
+        let rows = call.rows(&q);
         let are_brains = (k.dtype() == BF16) & (v.dtype() == BF16) & is_whole(&k, 2, 8) & is_whole(&v, 2, 8);
-        let is_fit = are_brains && count >= MANY && group::has_room(count, d) && call.uses(Technique::GroupAttention);
-        if !is_fit || p.ahead > 0 {
+        let is_fit = are_brains & (rows * group >= MANY) & call.uses(Technique::GroupAttention);
+        let together = if is_fit { rows_together(rows, group, d) } else { 0 };
+        if together == 0 || p.ahead > 0 {
             return false;
         }
-        // Positions that some row sees; those of row 0 are the first.
         let all = call.first_pos() + call.pass_rows();
-        let (first, end) = if p.splits > 1 {
-            p.share(all, call.block::<1>())
-        } else {
-            (share_of(p, call, 0).0, share_of(p, call, count / group - 1).1)
-        };
         let part_of_group = reciprocal(group as f32);
-        let mut h = 0;
+        // The rows of one head after those of the other, as many at a time as there is room for.
+        let (mut h, mut row) = (0, 0);
         while h < heads {
+            let count = group * if rows - row < together { rows - row } else { together };
+            // Positions that some of them see; those of the first one are the first.
+            let (first, end) = if p.splits > 1 {
+                p.share(all, call.block::<1>())
+            } else {
+                (share_of(p, call, row).0, share_of(p, call, row + count / group - 1).1)
+            };
             let block = &Block { thread: memory::opaque_word(block.thread), threads: block.threads };
             // Fours of a query.
             let (fours, part_of_fours) = (d / 4, reciprocal((d / 4) as f32));
@@ -220,7 +236,7 @@ unsafe fn few_queries(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) ->
             for unit in block.mine(count * fours) {
                 let (m, i) = of_unit(unit);
                 let r = quotient(m, group, part_of_group);
-                let [one, two, three, four] = q.row([r, h, m - r * group]).four(i, d);
+                let [one, two, three, four] = q.row([row + r, h, m - r * group]).four(i, d);
                 group::stage(d, m, i, [one, two]);
                 group::stage(d, m, i + 2, [three, four]);
             }
@@ -229,10 +245,10 @@ unsafe fn few_queries(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) ->
             let to = |m: u32| {
                 let r = quotient(m, group, part_of_group);
                 let g = m - r * group;
-                let row = if p.splits > 1 { y.row([h, 0, m]) } else { y.row([r, h, g]) };
-                (row, sink(p.splits, call, slot::SINKS, [h, g]))
+                let of_query = if p.splits > 1 { y.row([h, 0, row * group + m]) } else { y.row([row + r, h, g]) };
+                (of_query, sink(p.splits, call, slot::SINKS, [h, g]))
             };
-            let seen = |m: u32| share_of(p, call, quotient(m, group, part_of_group));
+            let seen = |m: u32| share_of(p, call, row + quotient(m, group, part_of_group));
             let (k, v) = (Head::new(&call.tensor(slot::K), h), Head::new(&call.tensor(slot::V), h));
             let own = Group { k, v, queries: count, d, scale: p.scale };
             if first < end {
@@ -248,7 +264,10 @@ unsafe fn few_queries(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) ->
                 }
             }
             block.sync();
-            h += 1;
+            row += together;
+            if row >= rows {
+                (h, row) = (h + 1, 0);
+            }
         }
         true
     }

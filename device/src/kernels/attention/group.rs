@@ -28,13 +28,14 @@ use perpetua_shared::Operand;
 use perpetua_shared::launch::TASK_THREADS;
 
 /// Queries at most: half of A's rows.
-const QUERIES: u32 = 8;
+pub(super) const QUERIES: u32 = 8;
 
 /// Positions that a warp takes at a time.
 const UNIT: u32 = 16;
 
-/// Dimensions at most: as many as a warp can hold the sums of, and its lanes take by four.
-const DIMENSIONS: u32 = 128;
+/// Dimensions as many as a warp can hold the sums of, and its lanes take by four; heads of more are done
+/// [otherwise](super::wide).
+pub(super) const DIMENSIONS: u32 = 128;
 
 /// Parts at most: a warp's each.
 const PARTS: usize = TASK_THREADS as usize / 32;
@@ -44,10 +45,10 @@ const MORE: u32 = 4;
 
 /// Where queries are staged: rows of [`pitch`] words, each word of hi before its lo, as the tensor core takes them;
 /// parts come after them.
-const STAGE: u32 = FREE_SHARED;
+pub(super) const STAGE: u32 = FREE_SHARED;
 
 /// Words from one staged query to the next, so that those that lanes read at once lie in different banks.
-fn pitch(d: u32) -> u32 {
+pub(super) fn pitch(d: u32) -> u32 {
     d + 4
 }
 
@@ -132,8 +133,12 @@ impl Sums {
 
 /// Whether there is room for `queries` queries of `d` dimensions, and these are as many as a warp takes.
 pub(in crate::kernels) fn has_room(queries: u32, d: u32) -> bool {
-    let has_room = parts_at(queries, d) + part_words(queries, d) <= shared::KEPT;
-    queries <= QUERIES && d.is_multiple_of(32) && d <= DIMENSIONS && has_room
+    let has_room = if d <= DIMENSIONS {
+        parts_at(queries, d) + part_words(queries, d) <= shared::KEPT
+    } else {
+        super::wide::has_room(queries, d)
+    };
+    queries <= QUERIES && d.is_multiple_of(32) && has_room
 }
 
 /// Stages elements `i` and `i + 1` of query `g`, of `d` elements, `i` even.
@@ -172,6 +177,10 @@ impl Group {
         to: impl Fn(u32) -> To,
         put: impl Fn(&To, u32, Sums),
     ) {
+        if self.d > DIMENSIONS {
+            // SAFETY: the caller's promises.
+            return unsafe { self.attend_widely((first, end), seen, block, to, put) };
+        }
         let (parts_at, words) = (parts_at(self.queries, self.d), part_words(self.queries, self.d));
         // As many as have work, are there, and have room; counted, since a division takes longer.
         let units = (end - first).div_ceil(UNIT);

@@ -27,6 +27,7 @@ mod pairs;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
 mod warpgroup;
+mod wide;
 
 /// See the module head.
 #[derive(Debug)]
