@@ -123,7 +123,9 @@ const KERNELS: &[Figures] = &[
     ("rope", 118, 4, 11, 2, 0, [0, 0]),
     ("attention", 217, 19, 55, 12, 384, [0, 0]),
     ("layer_norm", 60, 6, 10, 0, 0, [0, 0]),
-    ("elementwise", 36, 2, 0, 0, 0, [0, 0]),
+    // Four registers more since rows may be multiplied by their positions.
+    // Four registers more since rows may be multiplied by their positions.
+    ("elementwise", 40, 2, 0, 0, 0, [0, 0]),
     ("select_row", 22, 2, 0, 0, 0, [0, 0]),
     ("argmax", 26, 4, 10, 0, 0, [0, 0]),
     ("sample", 54, 54, 175, 0, 0, [0, 0]),

@@ -402,7 +402,8 @@ fn split_attention(model: &Model, splits: u32, merges: Option<u32>, target: Targ
         program.blocks.ops.iter().filter(is).map(|op| op.grid).collect::<Vec<_>>()
     };
     let attention = (of("decode_attention"), of("attention_merge"));
-    let merges = merges.map_or(Vec::new(), |n| vec![[n, 1, 1]; 2]);
+    // A block for each of a head's two queries.
+    let merges = merges.map_or(Vec::new(), |n| vec![[n, 2, 1]; 2]);
     assert_eq!(attention, (vec![[2, splits, 1]; 2], merges));
     // Norms and rotations are done by who needs them.
     assert!(of("rms_norm").is_empty() && of("rope").is_empty());

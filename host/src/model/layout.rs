@@ -20,6 +20,8 @@ pub enum Role {
     Embedding,
     /// `[out, in]`: a matrix that is multiplied with.
     Linear,
+    /// The same of all heads, one after the other, whose rows are a column of a head each, and short.
+    HeadColumns,
     /// `[vocab, hidden]`: the matrix whose products are logits, be it the embedding table too.
     Head,
     /// Added after a matrix.
@@ -224,8 +226,8 @@ fn latent_tensors(c: &DecoderConfig, of: Latent, norm: Role) -> Vec<(String, Vec
     add(latent::KEYS_OF, [of.cached_dim(), c.hidden_size], c.attention_bias, normed);
     add(latent::STILL, [c.n_heads * still_dim, inner], false, None);
     add(latent::TURNED, [c.n_heads * turned_dim, inner], false, None);
-    add(latent::KEYS, [c.n_heads * rank, still_dim], false, None);
     add(latent::VALUES, [c.n_heads * value_dim, rank], false, None);
+    list.push((format!("{}.weight", latent::KEYS), vec![c.n_heads * rank, still_dim], Role::HeadColumns));
     list
 }
 

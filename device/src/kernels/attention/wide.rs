@@ -29,17 +29,15 @@ const CHUNK: u32 = 64;
 /// Where the maxima stand, and then the totals: of each warp eight queries'.
 const FOUND: u32 = shared::KEPT - 8 * (TASK_THREADS / 32);
 
-/// Units of a round at least.
-const LEAST_UNITS: u32 = 4;
-
 /// Where weights begin.
 fn weights_at(queries: u32, d: u32) -> u32 {
     STAGE + queries * pitch(d)
 }
 
-/// Whether there is room for `queries` queries of `d` dimensions, and the weights of a round.
+/// Whether there is room for `queries` queries of `d` dimensions, and the weights of a unit; of several, warps share the
+/// scores, too.
 pub(super) fn has_room(queries: u32, d: u32) -> bool {
-    weights_at(queries, d) + LEAST_UNITS * UNIT * queries <= FOUND
+    weights_at(queries, d) + UNIT * queries <= FOUND
 }
 
 /// The sums of a chunk: of eight dimensions a lane's two columns, hi and lo.

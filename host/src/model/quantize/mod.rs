@@ -52,16 +52,18 @@ impl Quantize {
     }
 
     /// What the tensor is kept as; none where it stays as it is. A router does: a choice is easily another, and its
-    /// bytes are few; what is in MXFP4; experts' biases; and what has so short rows that it would take no fewer bytes.
+    /// bytes are few; what is in MXFP4; experts' biases; and heads' columns so short that they would take no fewer bytes.
     fn dtype_of(self, spec: &TensorSpec) -> Option<DType> {
-        if spec.shape.len() != 2 || !matches!(spec.role, Role::Linear | Role::Embedding | Role::Head) {
+        let is_short = spec.role == Role::HeadColumns;
+        let is_kept = is_short || matches!(spec.role, Role::Linear | Role::Embedding | Role::Head);
+        if spec.shape.len() != 2 || !is_kept {
             return None;
         }
         let dtype = match (self, spec.role) {
             (Quantize::Q8, _) | (Quantize::Q4, Role::Embedding | Role::Head) => DType::Q8,
             (Quantize::Q4, _) => DType::Q4,
         };
-        (dtype.tensor_bytes(&spec.shape) < DType::Bf16.tensor_bytes(&spec.shape)).then_some(dtype)
+        (!is_short || dtype.tensor_bytes(&spec.shape) < DType::Bf16.tensor_bytes(&spec.shape)).then_some(dtype)
     }
 }
 
