@@ -32,17 +32,18 @@ const COPIES: &str = "perpetua_probe_copy";
 const REGISTERS: u32 = 252;
 
 /// Barriers, two to a reduction: the start 1; triggers 2; tasks without triggers 1; a task that is fetched, in its turn
-/// or just in time, 4: the record, and what a batch's sequence sees and has of it; attention 17 (parts 2; of few
-/// queries 3; of many rows 2, for 64 dimensions and for 128, and of a share of the positions likewise; by a warpgroup
-/// the first block's and the next ones', those who copy one, and an end); rope 2 (what all heads of some rows are
-/// turned by, and the next rows'); advance 4 (what a pass that verifies drafts has chosen, what is asked, and the best
-/// place 2); decode_attention 5 (heads, the turned queries, parts of a group's; of one by one 2); rms_norm 2, where a
-/// row is alone; linear 45 and gated_linear 37 (a few rows', their activations, the sums' two and, in linear, a row's
-/// squares; a norm 3, likewise, in linear, of what splits found; a long row 2; a warpgroup's products 26: for each of
-/// five shapes, a step's of those who multiply and those who do not, the last step's of both, the sums' one; and a
-/// part's end; and in linear, before what is made for a product after a norm where no warpgroup has multiplied, 2);
-/// layer_norm 4; pool 2; argmax 2; causal_conv 1, before its state is written; recurrence 2, behind what is found of
-/// rows and behind these rows; gated 2, where a head is alone; experts_up 14 (a row that is staged one by one 3, by
+/// or just in time, 4: the record, and what a batch's sequence sees and has of it; attention 21 (parts 2; of few
+/// queries 3; of wide heads a round's maxima and weights, the totals, and what comes after all warps' dimensions; of
+/// many rows 2, for 64 dimensions and for 128, and of a share of the positions likewise; by a warpgroup the first
+/// block's and the next ones', those who copy one, and an end); rope 2 (what all heads of some rows are turned by, and
+/// the next rows'); advance 4 (what a pass that verifies drafts has chosen, what is asked, and the best place 2);
+/// decode_attention 9 (heads, the turned queries, parts of a group's; of wide heads 4; of one by one 2); rms_norm 2,
+/// where a row is alone; linear 45 and gated_linear 37 (a few rows', their activations, the sums' two and, in linear, a
+/// row's squares; a norm 3, likewise, in linear, of what splits found; a long row 2; a warpgroup's products 26: for
+/// each of five shapes, a step's of those who multiply and those who do not, the last step's of both, the sums' one;
+/// and a part's end; and in linear, before what is made for a product after a norm where no warpgroup has multiplied,
+/// 2); layer_norm 4; pool 2; argmax 2; causal_conv 1, before its state is written; recurrence 2, behind what is found
+/// of rows and behind these rows; gated 2, where a head is alone; experts_up 14 (a row that is staged one by one 3, by
 /// eight 3, what is made of it in 8 bits and in 4, the choice of experts 5, and a row's end) and experts_down 8 (3 and
 /// 1, and a group's two in 8 bits and in 4); expert_routes 6 (the choice 5, a row's end); routed_linear 18 (rows are
 /// counted 2, units 2, an expert's listed 2; of a warpgroup's products two shapes 10 and a part's end; the end of one
@@ -53,17 +54,17 @@ const REGISTERS: u32 = 252;
 /// one row in three forms, of all other bodies, of a task that is left out, and, before bodies, for a task and for the
 /// iteration; of tiles in vain where a pass begins, or the worker leaves. Shuffles, five to a sum, twice that for two
 /// words: rms_norm 15 (three sums), layer_norm 10, pool 5, argmax 10, rope 11 (a norm 5, one of values 5, and by fours
-/// a loop over lanes), attention 55 (11, of few queries a maximum and a total 4, and of many rows a maximum and a sum,
-/// over four lanes and of two rows, 8, for two sizes, of all positions and of a share, and by a warpgroup), advance 10,
-/// decode_attention 25 (a norm 5, one of values 5, a group's maximum and total 4, one by one 11), linear 140 and
-/// gated_linear 101 (of a warpgroup's products the factors of rows, a loop over lanes, in each of five shapes, and in
-/// linear two rows' squares 2; of a few rows' the factors, and in linear a row's squares 2; from global memory of one
-/// row and of four, from tiles of one, a norm, and of a long row in each of its widths, by its form four, two or three,
-/// and one, the one before and the last, and in linear the best of its outputs 10), experts_up 55 (a norm, one by one
-/// and by eight, what all experts make together, two products, and those of three forms of rows afar 30) and
-/// experts_down 15 (one by one, in 8 bits and in 4), expert_routes 5, routed_linear 20 (units, three products), sample
-/// 175, recurrence 40 (three sums, sixteen sums at once 16, and nine corrections), gated 10 (a sum over a warp, and one
-/// over the block).
+/// a loop over lanes), attention 59 (11, of few queries a maximum and a total 4, of wide heads likewise 4, and of many
+/// rows a maximum and a sum, over four lanes and of two rows, 8, for two sizes, of all positions and of a share, and by
+/// a warpgroup), advance 10, decode_attention 29 (a norm 5, one of values 5, a group's maximum and total 4, a wide
+/// one's 4, one by one 11), linear 140 and gated_linear 101 (of a warpgroup's products the factors of rows, a loop over
+/// lanes, in each of five shapes, and in linear two rows' squares 2; of a few rows' the factors, and in linear a row's
+/// squares 2; from global memory of one row and of four, from tiles of one, a norm, and of a long row in each of its
+/// widths, by its form four, two or three, and one, the one before and the last, and in linear the best of its outputs
+/// 10), experts_up 55 (a norm, one by one and by eight, what all experts make together, two products, and those of
+/// three forms of rows afar 30) and experts_down 15 (one by one, in 8 bits and in 4), expert_routes 5, routed_linear 20
+/// (units, three products), sample 175, recurrence 40 (three sums, sixteen sums at once 16, and nine corrections),
+/// gated 10 (a sum over a warp, and one over the block).
 ///
 /// Warp syncs: where tiles are released, of a product of one row in each form a norm's weights, the loop's, and where
 /// the wait fails; other rows of linear and gated_linear 2 each, and a norm's weights, 1, and a long one's first row of
@@ -72,9 +73,9 @@ const REGISTERS: u32 = 252;
 /// gated_linear; around outputs that lanes exchange, linear and gated_linear 2 each; before turned elements are put:
 /// rope 2, decode_attention 1; around what a warp has of queries and results: attention 12, for two sizes, of all
 /// positions and of a share.
-const BARRIERS: usize = 233 + 2 * (2 + 2) + OF_ONE_ROW[0];
+const BARRIERS: usize = 241 + 2 * (2 + 2) + OF_ONE_ROW[0];
 const BARRIER_VOTES: usize = 21 + 3;
-const SHUFFLES: usize = 702 + OF_ONE_ROW[1];
+const SHUFFLES: usize = 710 + OF_ONE_ROW[1];
 const WARP_SYNCS: usize = 55 + 3 * 3;
 const PRODUCTS: usize = 464 + 12;
 const BYTE_PRODUCTS: usize = 12 + 40;
@@ -121,9 +122,9 @@ const KERNELS: &[Figures] = &[
     ("linear", 242, 69, 208, 27, 88, [66, 25]),
     ("gated_linear", 224, 61, 169, 18, 88, [90, 16]),
     ("rope", 118, 4, 11, 2, 0, [0, 0]),
-    ("attention", 217, 19, 55, 12, 384, [0, 0]),
+    // Two registers more since heads may be wide.
+    ("attention", 219, 23, 59, 12, 432, [0, 0]),
     ("layer_norm", 60, 6, 10, 0, 0, [0, 0]),
-    // Four registers more since rows may be multiplied by their positions.
     // Four registers more since rows may be multiplied by their positions.
     ("elementwise", 40, 2, 0, 0, 0, [0, 0]),
     ("select_row", 22, 2, 0, 0, 0, [0, 0]),
@@ -132,7 +133,7 @@ const KERNELS: &[Figures] = &[
     ("advance", 40, 6, 10, 0, 0, [0, 0]),
     ("pool", 36, 4, 5, 0, 0, [0, 0]),
     ("attention_merge", 116, 2, 0, 0, 0, [0, 0]),
-    ("decode_attention", 212, 7, 25, 1, 32, [0, 0]),
+    ("decode_attention", 212, 11, 29, 1, 80, [0, 0]),
     ("experts_up", 179, 16, 55, 0, 0, [0, 0]),
     ("experts_down", 147, 10, 15, 0, 0, [0, 0]),
     ("expert_routes", 52, 8, 5, 0, 0, [0, 0]),

@@ -783,7 +783,7 @@ impl KernelGraph {
         use kernels::elementwise::slot::{A, Y};
         let (function, activation) = (Function::Lengthen as u32, Activation::None.number());
         let params = kernels::elementwise::Params { function, activation, beta, original };
-        let mut add = |graph: &mut KernelGraph, name: &str, [x, y]: [TensorId; 2], rows: usize| {
+        let add = |graph: &mut KernelGraph, name: &str, [x, y]: [TensorId; 2], rows: usize| {
             let columns = Cut::columns(n, &[(A, 1), (Y, 1)]);
             let rows = Cut::rows(rows, &[(A, 0), (Y, 0)]);
             graph.add::<kernels::Elementwise>(name, &params, &[(A, Some(x)), (Y, Some(y))], &[columns, rows])

@@ -4,7 +4,8 @@
 //! A warp takes 32 positions at a time. First each lane computes one position's score; then the running maximum and
 //! total are updated (Milakov and Gimelshein 2018); then the lanes turn to the head's dimensions, two neighbours each,
 //! and add the 32 value rows, each weighted by a shuffled score. A head of more than 256 dimensions is done in slices,
-//! the scores anew for each. Parts of the positions meet in shared memory: a part that found maximum m and total l
+//! the scores anew for each. (Heads whose queries, several, come in whole 32s of dimensions are tensor cores': see
+//! `group` and `wide`.) Parts of the positions meet in shared memory: a part that found maximum m and total l
 //! counts exp(m - M) times, M the largest of the maxima.
 
 use super::group::{self, Group, Sums};
@@ -185,15 +186,15 @@ fn share_of(p: &Params, call: &crate::gpu::Call<'_>, r: u32) -> (u32, u32) {
     p.share_of([call.first_pos(), call.pass_rows()], call.row_first() + r, call.block::<1>())
 }
 
-/// How many rows' queries, `group` each of `d` dimensions, a [`Group`] has room for; of heads that other bodies take
-/// many rows of, `rows` or none.
+/// How many rows' queries, `group` each of `d` dimensions, a [`Group`] has room for, and takes well; of heads that
+/// other bodies take many rows of, `rows` or none.
 fn rows_together(rows: u32, group: u32, d: u32) -> u32 {
-    let mut together = rows;
     if d > group::DIMENSIONS {
-        while together * group > group::QUERIES || together > 0 && !group::has_room(together * group, d) {
+        let mut together = rows;
+        while together > 1 && (together * group > group::QUERIES || !wide::is_roomy(together * group, d)) {
             together -= 1;
         }
-        return together;
+        return if group::has_room(together * group, d) { together } else { 0 };
     }
     if group::has_room(rows * group, d) { rows } else { 0 }
 }

@@ -34,14 +34,61 @@ fn weights_at(queries: u32, d: u32) -> u32 {
     STAGE + queries * pitch(d)
 }
 
-/// Whether there is room for `queries` queries of `d` dimensions, and the weights of a unit; of several, warps share the
-/// scores, too.
+/// Whether there is room for `queries` queries of `d` dimensions, and the weights of a unit; of several, warps share
+/// the scores, too.
 pub(super) fn has_room(queries: u32, d: u32) -> bool {
     weights_at(queries, d) + UNIT * queries <= FOUND
 }
 
+/// Whether there is room for the weights of so many units that most warps find scores at once.
+pub(super) fn is_roomy(queries: u32, d: u32) -> bool {
+    weights_at(queries, d) + 4 * UNIT * queries <= FOUND
+}
+
 /// The sums of a chunk: of eight dimensions a lane's two columns, hi and lo.
 type Chunk = [[f32; 4]; 8];
+
+/// `chunk`, of all of which `factor` times as much is left. (Functions, and whole chunks: what a closure that is called
+/// in two places refers to would be in memory.)
+#[inline(always)]
+fn scaled(chunk: Chunk, factor: f32) -> Chunk {
+    chunk.map(|four| four.map(|sum| sum * factor))
+}
+
+/// Gives `put` a lane's dimensions of `chunk`, of those below `d` eight from `at` on, and eight behind these.
+#[inline(always)]
+fn put_chunk((at, d): (u32, u32), chunk: Chunk, put: &impl Fn(u32, [f32; 4])) {
+    // Of a lane's two columns, each hi and lo.
+    let sides = [chunk.map(|[one, _, rest, _]| one + rest), chunk.map(|[_, one, _, rest]| one + rest)];
+    let [[a, b, c, e, f, g, h, j], others] = sides;
+    if at < d {
+        put(at, [a, b, c, e]);
+        put(at + 4, [f, g, h, j]);
+    }
+    let [a, b, c, e, f, g, h, j] = others;
+    if at + 8 < d {
+        put(at + 8, [a, b, c, e]);
+        put(at + 12, [f, g, h, j]);
+    }
+}
+
+/// `scores`, two tiles' of even and of odd eights, and 32 dimensions more, those of the query from word `at` on, by
+/// `keys`.
+///
+/// # Safety
+/// Every lane of the warp makes this same call; the words have been written before a barrier.
+#[inline(always)]
+unsafe fn multiplied(at: u32, [one, other]: [[u32; 4]; 2], scores: [[[f32; 4]; 2]; 2]) -> [[[f32; 4]; 2]; 2] {
+    // SAFETY: the caller's promises.
+    unsafe {
+        let (even, odd) = (shared::load16(at), shared::load16(at + 4));
+        let [[a, b], [c, d]] = scores;
+        [
+            [warp::mma(even, [one[0], one[1]], a), warp::mma(odd, [one[2], one[3]], b)],
+            [warp::mma(even, [other[0], other[1]], c), warp::mma(odd, [other[2], other[3]], d)],
+        ]
+    }
+}
 
 impl Group {
     /// As [`attend`](Group::attend), of more than 128 dimensions.
@@ -111,12 +158,7 @@ impl Group {
                     if largest > max {
                         let shrink = exp2((max - largest) * LOG2_E);
                         total *= shrink;
-                        for n in 0..8 {
-                            for i in 0..4 {
-                                sums[n][i] *= shrink;
-                                more[n][i] *= shrink;
-                            }
-                        }
+                        (sums, more) = (scaled(sums, shrink), scaled(more, shrink));
                     }
                     max = largest;
                     // Who has seen none yet has no maximum, either.
@@ -140,10 +182,10 @@ impl Group {
                         let a = shared::load16(weights + (query * parts + unit) * UNIT + 4 * t);
                         let (from, second) = (at + UNIT * unit, chunk + block.warps());
                         if CHUNK * chunk < d {
-                            self.add(a, (from, end), CHUNK * chunk, lane, &mut sums);
+                            sums = self.add(a, (from, end), CHUNK * chunk, lane, sums);
                         }
                         if CHUNK * second < d {
-                            self.add(a, (from, end), CHUNK * second, lane, &mut more);
+                            more = self.add(a, (from, end), CHUNK * second, lane, more);
                         }
                         unit += 1;
                     }
@@ -163,19 +205,9 @@ impl Group {
                 }
                 if g < queries {
                     let to = to(g);
-                    let put = |at: u32, of: &Chunk| {
-                        for side in 0..2 {
-                            let i = at + 16 * t + 8 * side as u32;
-                            if i < d {
-                                let sum = |j: usize| of[j][side] + of[j][side + 2];
-                                let found = |sums| Sums { max, total: all, sums };
-                                put(&to, i, found([sum(0), sum(1), sum(2), sum(3)]));
-                                put(&to, i + 4, found([sum(4), sum(5), sum(6), sum(7)]));
-                            }
-                        }
-                    };
-                    put(CHUNK * chunk, &sums);
-                    put(CHUNK * (chunk + block.warps()), &more);
+                    let put = |i: u32, sums: [f32; 4]| put(&to, i, Sums { max, total: all, sums });
+                    put_chunk((CHUNK * chunk + 16 * t, d), sums, &put);
+                    put_chunk((CHUNK * (chunk + block.warps()) + 16 * t, d), more, &put);
                 }
                 // More than all warps have: their scores once more.
                 begun += 2 * block.warps() * CHUNK;
@@ -216,18 +248,11 @@ impl Group {
                     let at = 2 * (first as usize + 128 + 32 * c);
                     far[c] = [memory::load16(keys[0].wrapping_add(at)), memory::load16(keys[1].wrapping_add(at))];
                 });
-                let mut add = |at: u32, [one, other]: [[u32; 4]; 2]| {
-                    let (even, odd) = (shared::load16(query_at + at), shared::load16(query_at + at + 4));
-                    scores[0][0] = warp::mma(even, [one[0], one[1]], scores[0][0]);
-                    scores[1][0] = warp::mma(even, [other[0], other[1]], scores[1][0]);
-                    scores[0][1] = warp::mma(odd, [one[2], one[3]], scores[0][1]);
-                    scores[1][1] = warp::mma(odd, [other[2], other[3]], scores[1][1]);
-                };
                 each_of_four!(c => if first + 32 * (c as u32) < d {
-                    add(first + 32 * c as u32, near[c]);
+                    scores = multiplied(query_at + first + 32 * c as u32, near[c], scores);
                 });
                 each_of_four!(c => if first + 128 + 32 * (c as u32) < d {
-                    add(first + 128 + 32 * c as u32, far[c]);
+                    scores = multiplied(query_at + first + 128 + 32 * c as u32, far[c], scores);
                 });
                 first += 256;
             }
@@ -239,12 +264,12 @@ impl Group {
         [score(0, 0), score(0, 1), score(1, 0), score(1, 1)]
     }
 
-    /// Adds to `sums` the dimensions from `chunk` on of the values of the unit that begins at `from`, by weights `a`.
+    /// `sums` and the dimensions from `chunk` on of the values of the unit that begins at `from`, by weights `a`.
     ///
     /// # Safety
     /// Every lane of the warp makes this same call, `from` being below `end`; see [`attend`](Group::attend).
     #[inline(always)]
-    unsafe fn add(&self, a: [u32; 4], (from, end): (u32, u32), chunk: u32, lane: u32, sums: &mut Chunk) {
+    unsafe fn add(&self, a: [u32; 4], (from, end): (u32, u32), chunk: u32, lane: u32, mut sums: Chunk) -> Chunk {
         let (g, t, d) = (lane / 4, lane % 4, self.d);
         // Columns beyond the last dimensions are those again, and nobody looks at what comes of them.
         let i = if chunk + 8 * g < d { chunk + 8 * g } else { d - 8 };
@@ -265,5 +290,6 @@ impl Group {
                 sums[2 * r + 1] = warp::mma(a, high, sums[2 * r + 1]);
             });
         }
+        sums
     }
 }
