@@ -20,8 +20,8 @@ pub enum Role {
     Embedding,
     /// `[out, in]`: a matrix that is multiplied with.
     Linear,
-    /// The same of all heads, one after the other, whose rows are a column of a head each, and short.
-    HeadColumns,
+    /// The same of all heads, one after the other: of latent attention, whose rows may be short.
+    OfHeads,
     /// `[vocab, hidden]`: the matrix whose products are logits, be it the embedding table too.
     Head,
     /// Added after a matrix.
@@ -212,22 +212,25 @@ fn latent_tensors(c: &DecoderConfig, of: Latent, norm: Role) -> Vec<(String, Vec
     let Latent { query_rank, rank, still_dim, turned_dim, value_dim, .. } = of;
     let inner = query_rank.unwrap_or(c.hidden_size);
     let mut list = Vec::new();
-    let mut add = |name: &str, shape: [usize; 2], has_bias: bool, normed: Option<(&str, usize)>| {
-        list.push((format!("{name}.weight"), shape.to_vec(), Role::Linear));
-        if has_bias {
-            list.push((format!("{name}.bias"), vec![shape[0]], Role::Bias));
+    let mut add = |name: &str, n: usize, normed: (&str, usize)| {
+        list.push((format!("{name}.weight"), vec![n, c.hidden_size], Role::Linear));
+        if c.attention_bias {
+            list.push((format!("{name}.bias"), vec![n], Role::Bias));
         }
-        list.extend(normed.map(|(name, n)| (format!("{name}.weight"), vec![n], norm)));
+        list.push((format!("{}.weight", normed.0), vec![normed.1], norm));
     };
     if let Some(rank) = query_rank {
-        add(latent::QUERIES_OF, [rank, c.hidden_size], c.attention_bias, Some((latent::QUERY_NORM, rank)));
+        add(latent::QUERIES_OF, rank, (latent::QUERY_NORM, rank));
     }
-    let normed = Some((latent::KEY_NORM, rank));
-    add(latent::KEYS_OF, [of.cached_dim(), c.hidden_size], c.attention_bias, normed);
-    add(latent::STILL, [c.n_heads * still_dim, inner], false, None);
-    add(latent::TURNED, [c.n_heads * turned_dim, inner], false, None);
-    add(latent::VALUES, [c.n_heads * value_dim, rank], false, None);
-    list.push((format!("{}.weight", latent::KEYS), vec![c.n_heads * rank, still_dim], Role::HeadColumns));
+    add(latent::KEYS_OF, of.cached_dim(), (latent::KEY_NORM, rank));
+    let of_heads = [
+        (latent::STILL, [still_dim, inner]),
+        (latent::TURNED, [turned_dim, inner]),
+        (latent::KEYS, [rank, still_dim]),
+        (latent::VALUES, [value_dim, rank]),
+    ];
+    let of_heads = of_heads.map(|(name, [n, k])| (format!("{name}.weight"), vec![c.n_heads * n, k], Role::OfHeads));
+    list.extend(of_heads);
     list
 }
 

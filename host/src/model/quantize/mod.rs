@@ -52,10 +52,11 @@ impl Quantize {
     }
 
     /// What the tensor is kept as; none where it stays as it is. A router does: a choice is easily another, and its
-    /// bytes are few; what is in MXFP4; experts' biases; and heads' columns so short that they would take no fewer bytes.
+    /// bytes are few; what is in MXFP4; experts' biases; and heads' matrices whose rows are so short that they would
+    /// take no fewer bytes.
     fn dtype_of(self, spec: &TensorSpec) -> Option<DType> {
-        let is_short = spec.role == Role::HeadColumns;
-        let is_kept = is_short || matches!(spec.role, Role::Linear | Role::Embedding | Role::Head);
+        let may_be_short = spec.role == Role::OfHeads;
+        let is_kept = may_be_short || matches!(spec.role, Role::Linear | Role::Embedding | Role::Head);
         if spec.shape.len() != 2 || !is_kept {
             return None;
         }
@@ -63,7 +64,7 @@ impl Quantize {
             (Quantize::Q8, _) | (Quantize::Q4, Role::Embedding | Role::Head) => DType::Q8,
             (Quantize::Q4, _) => DType::Q4,
         };
-        (!is_short || dtype.tensor_bytes(&spec.shape) < DType::Bf16.tensor_bytes(&spec.shape)).then_some(dtype)
+        (!may_be_short || dtype.tensor_bytes(&spec.shape) < DType::Bf16.tensor_bytes(&spec.shape)).then_some(dtype)
     }
 }
 

@@ -374,7 +374,7 @@ fn value_table(spec: &TensorSpec) -> Vec<u16> {
     let values: Box<dyn Fn(usize, f64) -> f64> = match spec.role {
         // Bytes have no table.
         Role::Blocks | Role::BlockScales => Box::new(|_, _| 0.0),
-        Role::Linear | Role::HeadColumns | Role::Mxfp4 => Box::new(spread(1.6 / fan_in.sqrt())),
+        Role::Linear | Role::OfHeads | Role::Mxfp4 => Box::new(spread(1.6 / fan_in.sqrt())),
         Role::Head | Role::Router => Box::new(spread(3.2 / fan_in.sqrt())),
         Role::Embedding => Box::new(spread(0.15)),
         Role::Bias => Box::new(spread(0.3)),
