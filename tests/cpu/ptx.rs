@@ -77,7 +77,7 @@ const BARRIERS: usize = 241 + 2 * (2 + 2) + OF_ONE_ROW[0];
 const BARRIER_VOTES: usize = 21 + 3;
 const SHUFFLES: usize = 710 + OF_ONE_ROW[1];
 const WARP_SYNCS: usize = 55 + 3 * 3;
-const PRODUCTS: usize = 464 + 12;
+const PRODUCTS: usize = 560 + 12;
 const BYTE_PRODUCTS: usize = 12 + 40;
 
 /// Of a product of one row, in bf16, 8 bits and 4: block barriers (the row, merged or as it is, 2, the sums' two, and
@@ -226,9 +226,9 @@ fn barriers_are_neither_copied_nor_lost() {
     // Of many rows four fragments of rows by two of columns, twice a step of k, in linear and in gated_linear. Of one
     // row see `OF_ONE_ROW`. Of a few rows four of two chunks, in the loop and of the last ones, in either. In
     // decode_attention, and in attention of few queries, four for each 32 dimensions of queries and keys, one for each
-    // eight of values. In attention of many rows, in two terms: of 64 dimensions 32 for 64 scores, of a group of 32 in
-    // the loop, and 64 for the sums; of 128 16, for 32 scores, and 64; and all of that once more of a share of the
-    // positions.
+    // eight of values; of wide heads, in either, so for 256 dimensions at a time, and for two chunks of 64 of values.
+    // In attention of many rows, in two terms: of 64 dimensions 32 for 64 scores, of a group of 32 in the loop, and 64
+    // for the sums; of 128 16, for 32 scores, and 64; and all of that once more of a share of the positions.
     assert_eq!(count(body, &["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"]), PRODUCTS);
     assert_eq!(count(body, &["mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32"]), BYTE_PRODUCTS);
     let products = ["m64n128k16", "m64n64k16", "m64n32k16", "m64n16k16"]
