@@ -1653,6 +1653,11 @@ fn decode_attention_of_groups(random: &mut Random, round: usize) {
     case.threads = &[96, 224, 32];
     case.split = if round.is_multiple_of(4) { splits - 1 } else { random.below(splits) };
     case.counts = splits == 1 && visible == context;
+    if d > 128 {
+        // A score is the sum of more products, and a new key's elements are rounded to bf16 either way: of 20 cases one
+        // was off by 2.7e-3.
+        case.tolerance *= 2.0;
+    }
     case.judge("decode_attention, groups");
 }
 
