@@ -553,6 +553,8 @@ fn bad_graphs_are_refused_by_name() {
     says(refusal(&|g| g.ops[1].accesses[0].as_mut().unwrap().map[0] = Some(2)), &["read", "dimension 2", "x"]);
     says(refusal(&|g| g.ops[1].accesses[0].as_mut().unwrap().map[0] = Some(1)), &["two grid axes", "dimension 1"]);
     says(refusal(&|g| g.ops[1].accesses[0].as_mut().unwrap().tensor = TensorId(7)), &["read", "x7", "not exist"]);
+    // A head a block, but sixteen for each.
+    says(refusal(&|g| g.ops[1].head_axis = Some(1)), &["read", "axis 1", "4 blocks", "x", "64"]);
     says(refusal(&|g| g.ops[0].accesses[0].as_mut().unwrap().map[0] = None), &["write", "same element"]);
     says(refusal(&|g| g.table.tensors[0].offset_elems = 1), &["write", "x", "ends at byte 130", "128"]);
     says(refusal(&|g| g.table.tensors[0].strides[1] = usize::MAX), &["write", "x", "ends at byte"]);

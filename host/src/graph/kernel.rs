@@ -1015,7 +1015,7 @@ impl KernelGraph {
             let operand = |(slot, tensor): (usize, &Option<TensorId>)| {
                 let Some(tensor) = *tensor else { return Operand::ABSENT };
                 let whole = whole_operand(&self.table[tensor]);
-                heads.and_then(|axis| axis.dims[slot]).map_or(whole, |dim| of_one_head(whole, dim))
+                of_one_head(whole, heads.and_then(|axis| axis.dims[slot]))
             };
             let io: Vec<Operand> = op.slots.iter().enumerate().map(operand).collect();
             spec.check(&op.kernel.params, &io).map_err(fail)?;
@@ -1243,8 +1243,9 @@ pub fn whole_operand(tensor: &DTensor) -> Operand {
     operand
 }
 
-/// `operand` of a head alone, which are its dimension `dim`.
-pub(super) fn of_one_head(mut operand: Operand, dim: u8) -> Operand {
+/// `operand` of a head alone, if heads are a dimension of it.
+pub(super) fn of_one_head(mut operand: Operand, dim: Option<u8>) -> Operand {
+    let Some(dim) = dim else { return operand };
     let (first, end) = (usize::from(dim), usize::from(operand.rank));
     for (of, beyond) in [(&mut operand.extent, 1), (&mut operand.stride_elems, 0)] {
         of[first..end].rotate_left(1);

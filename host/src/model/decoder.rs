@@ -97,17 +97,22 @@ impl Declared<'_> {
     }
 }
 
-/// How `rope` turns the first `dim` elements of heads of `head_dim` in a context of so many positions: a frequency for
-/// each pair of a head, `[head_dim / 2]`, one tensor for all layers that are `alike`, the number of the first of which
-/// that is, and what is turned is multiplied with.
+/// How `layer` turns heads in a context of so many positions, where layers turn by `ropes` the first so many of a
+/// head's elements (`dims`: `[turned, head_dim]` of a layer): a frequency for each pair of a head, `[head_dim / 2]`, one
+/// tensor for all layers that turn alike, and what is turned is multiplied with.
 pub(super) fn rope_frequencies(
     graph: &mut KernelGraph,
-    rope: &Rope,
-    alike: usize,
-    [dim, head_dim]: [usize; 2],
+    ropes: &[Rope],
+    layer: usize,
+    dims: impl Fn(usize) -> [usize; 2],
     context: usize,
 ) -> Result<(TensorId, f32), BuildError> {
-    let name = if alike == 0 { "rope_frequencies".to_owned() } else { format!("rope_frequencies.{alike}") };
+    let of = |layer: usize| (&ropes[layer], dims(layer));
+    let (rope, [dim, head_dim]) = of(layer);
+    let name = match (0..layer).find(|other| of(*other) == of(layer)).unwrap_or(layer) {
+        0 => "rope_frequencies".to_owned(),
+        first => format!("rope_frequencies.{first}"),
+    };
     let mut frequencies = rope.inverse_frequencies(dim, context);
     // What is not turned is turned by nothing.
     frequencies.resize(head_dim / 2, 0.0);
@@ -217,6 +222,11 @@ impl<'a> Decoder<'a> {
             Head::Sample | Head::AllLogits => KernelGraph::with_sequences(rows as u32, cache.sequences),
         };
         Decoder { config, graph, weights: weights.into(), cache, head, sentence: None, passing: HashMap::new() }
+    }
+
+    /// Whether a sentence is seen at once: nobody wants a layer's keys and values later.
+    fn takes_whole(&self) -> bool {
+        self.sentence.is_some_and(|sentence| sentence.takes_whole(self.config.is_bidirectional))
     }
 
     /// The checkpoint's tensor `name`, which must have this shape.
@@ -387,12 +397,9 @@ impl<'a> Decoder<'a> {
         };
         let Cache { context, dtype, .. } = self.cache;
         let DecoderConfig { ropes, heads, .. } = self.config;
-        let mut of_layers = ropes.iter().zip(heads).map(|(rope, heads)| (rope, heads.dim));
-        let alike = of_layers.position(|of| of == (&ropes[layer], dim)).unwrap_or(layer);
-        let (frequencies, factor) =
-            rope_frequencies(&mut self.graph, &ropes[layer], alike, [rotary_dim, dim], context)?;
-        // Of a sentence that is seen at once nobody wants a layer's keys and values later.
-        let takes_whole = self.sentence.is_some_and(|sentence| sentence.takes_whole(self.config.is_bidirectional));
+        let dims = |layer: usize| [heads[layer].rotary_dim, heads[layer].dim];
+        let (frequencies, factor) = rope_frequencies(&mut self.graph, ropes, layer, dims, context)?;
+        let takes_whole = self.takes_whole();
         let keeper = cache_of.unwrap_or(layer);
         let known = self.passing.get(&keeper).copied();
         let cache = |graph: &mut KernelGraph| {

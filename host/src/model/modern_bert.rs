@@ -115,10 +115,8 @@ impl Encoder<'_> {
         let q = self.graph.reshape(q, &[rows, n_heads, 1, head_dim])?;
         let k = self.graph.reshape(k, &[rows, n_heads, head_dim])?;
         let v = self.graph.reshape(v, &[rows, n_heads, head_dim])?;
-        let ropes = &self.config.ropes;
-        let alike = ropes.iter().position(|rope| *rope == ropes[layer]).unwrap_or(layer);
         let (frequencies, factor) =
-            rope_frequencies(&mut self.graph, &ropes[layer], alike, [head_dim; 2], self.context)?;
+            rope_frequencies(&mut self.graph, &self.config.ropes, layer, |_| [head_dim; 2], self.context)?;
         let eps = norm_eps as f32;
         let args = RopeArgs {
             q,

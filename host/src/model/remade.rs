@@ -118,9 +118,7 @@ fn reordered(c: &DecoderConfig) -> Vec<(Remade, TensorSpec)> {
             all.push((Remade { name: name(made), shape: shape(n), of: origin, matrices: from }, of));
         };
         if let Some(of) = c.latent {
-            for (remade, spec) in of_latent(c, of, layer) {
-                all.push((remade, spec));
-            }
+            all.extend(of_latent(c, of, layer));
             continue;
         }
         match c.mixer_of(layer) {

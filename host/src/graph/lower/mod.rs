@@ -404,6 +404,5 @@ fn block_operand(
     }
     operand.offset_bytes = (first * tensor.dtype.size_bytes()) as u64;
     operand.is_flagged = u8::from(graph.table.buffer_of(access.tensor).kind == BufferKind::Flagged);
-    let head_dim = head_axis.and_then(|axis| access.map[usize::from(axis)]);
-    head_dim.map_or(operand, |dim| of_one_head(operand, dim))
+    of_one_head(operand, head_axis.and_then(|axis| access.map[usize::from(axis)]))
 }

@@ -48,7 +48,7 @@ fn weight_bytes(blocks: &ThreadBlockGraph, op: &BlockOp) -> u64 {
     let whole = |access: &Option<Access>| {
         let Some(access) = access else { return Operand::ABSENT };
         let operand = whole_operand(&blocks.table[access.tensor]);
-        head_axis.and_then(|axis| access.map[axis]).map_or(operand, |dim| of_one_head(operand, dim))
+        of_one_head(operand, head_axis.and_then(|axis| access.map[axis]))
     };
     let operands: Vec<Operand> = op.accesses.iter().map(whole).collect();
     let read = (spec.cost)(&kernel.params, &operands).bytes_read;

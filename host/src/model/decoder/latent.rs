@@ -50,7 +50,7 @@ impl Decoder<'_> {
         let q = self.graph.reshape(queries, &[rows, heads, together, cached])?;
         let args = AttentionArgs { scale: self.config.attention_scale as f32, mask: Mask::Causal, sinks: None };
         let Cache { context, dtype, .. } = self.cache;
-        let passes = self.sentence.is_some_and(|sentence| sentence.takes_whole(self.config.is_bidirectional));
+        let passes = self.takes_whole();
         let cache = |graph: &mut KernelGraph| {
             let name = of_layer("self_attn.latent_cache");
             let (positions, kept) = match passes {
@@ -145,9 +145,8 @@ impl Decoder<'_> {
         let (rows, cached) = (self.graph.rows.unwrap_or(1) as usize, of.cached_dim());
         let strides = [n_heads * cached, n_heads * cached, cached, 1];
         let q = self.graph.view(queries, of.rank, &[rows, 1, *n_heads, of.turned_dim], &strides)?;
-        let alike = ropes.iter().position(|rope| *rope == ropes[layer]).unwrap_or(layer);
-        let dims = [of.turned_dim; 2];
-        let (frequencies, factor) = rope_frequencies(&mut self.graph, &ropes[layer], alike, dims, self.cache.context)?;
+        let dims = |_| [of.turned_dim; 2];
+        let (frequencies, factor) = rope_frequencies(&mut self.graph, ropes, layer, dims, self.cache.context)?;
         let turned_pairs = of.turned_dim / 2;
         let (kv, norms) = (Some([turned, latent]), [None; 2]);
         Ok(RopeArgs {
