@@ -6,7 +6,8 @@
     python tests/peers/random_models.py sentences 0 100 --program target/release/perpetua  # embeddings
 
 A seed gives sizes (few of them round), RoPE scaling, windows, biases, experts, an element type, one file or shards, keys as today's
-or as older files have them; sentence models get a pooling, prompts, a head that nobody wants. Arithmetic is f32 on both sides. The
+or as older files have them; sentence models get a pooling, prompts, a head that nobody wants; with --stored files have matrices as those
+of a quantised model have them. Arithmetic is f32 on both sides. The
 `reference` executor must agree but for rounding; CPU threads, whose KV cache is bf16, by divergence (a router's tie that this turns
 shows as WRONG beside a reference that agrees). One line a model; --only KIND... chooses among the kinds.
 """
@@ -14,6 +15,7 @@ shows as WRONG beside a reference that agrees). One line a model; --only KIND...
 import argparse
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMaskedLM, Mistral4ForCausalLM, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "fixtures"))
+import packings
 from make_fixtures import fp8, save_fp8, save_mxfp4, to_mxfp4
 
 DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3", "granite", "phi3", "olmo2", "olmo3", "exaone4", "seed_oss", "ministral3", "glm", "glm4", "ernie4_5", "granite_swa", "gemma4_text", "gemma4_unified_text", "hunyuan_v1_dense"]
@@ -375,8 +378,65 @@ def in_fp8(folder, r, kind):
     return model
 
 
-def text(r, seed, only, run, is_fp8):
-    kind = r.choice(only or DECODERS + RECURRENT + EXPERTS + BY_SIGMOID[1:] + LATENT + list(HALVES))
+# Of these others are made, or they say how a state changes: they are read in bf16 then.
+IN_BF16 = {kind: ["q_proj", "k_proj"] for kind in ["glm", "glm4", "ernie4_5"]} | {"qwen3_next": ["in_proj_qkvz", "in_proj_ba"]}
+IN_BF16 |= {kind: ["in_proj_a", "in_proj_b"] for kind in ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"]}
+IN_BF16 |= {kind: ["q_proj", "q_b_proj", "kv_b_proj"] for kind in LATENT}
+WAYS = ["gptq", "awq", "pack-quantized", "int-quantized", "bitsandbytes", "nvfp4"]
+
+
+def in_few_bits(folder, way, r, kind, turns_neighbours):
+    """The model whose matrices the files in `folder` have in a few bits, from now on, as what these stand for; and what was chosen."""
+    way = r.choice(WAYS) if way == "any" else way
+    group, dtype, said = r.choice([16, 32, 64, 64, 128, 128, 10000]), r.choice([torch.float16, torch.bfloat16]), {}
+    if way == "gptq":
+        said = {"bits": r.choice([4, 4, 4, 8, 2]), "symmetric": r.random() < 0.5, "act_order": r.random() < 0.3, "version": r.choice([1, 2])}
+    elif way == "pack-quantized":
+        said = {"bits": r.choice([4, 4, 8]), "symmetric": r.random() < 0.6, "act_order": r.random() < 0.2}
+    elif way == "bitsandbytes":
+        said = r.choice([{}, {"kind": "nf4", "nested": True}, {"kind": "nf4", "nested": False}, {"kind": "fp4", "nested": r.random() < 0.5}])
+    elif way == "nvfp4":
+        said = {"divides": r.random() < 0.5}
+
+    def pack(w):
+        if way in ["gptq", "awq", "pack-quantized", "int-quantized"]:
+            return {"gptq": packings.gptq, "awq": packings.awq, "pack-quantized": packings.pack_quantized, "int-quantized": packings.int_quantized}[way](w, dtype, group=group, **said)
+        if way == "nvfp4":
+            return packings.nvfp4(w, dtype, **said)
+        return packings.codes(w, dtype, **said) if said else packings.bytes_of_rows(w, dtype)
+
+    def is_packed(name, w):
+        # Some leave a few as they are, but no expert alone. Words of AWQ are along rows, scales of NVFP4 those of 16.
+        return ("expert" in name or r.random() < 0.97) and not (way == "awq" and w.shape[0] % 8) and not (way == "nvfp4" and w.shape[1] % 16)
+
+    plain = folder / "plain"
+    plain.mkdir()
+    for path in folder.glob("*.*"):
+        shutil.copy(path, plain)
+    of_all = packings.save(folder, pack, is_packed)
+
+    def read(name, of):
+        """As the network reads it."""
+        is_exact = group % 64 == 0 or group >= of.shape[1] or way == "bitsandbytes"
+        is_exact &= not (said.get("bits") == 8 and not said["symmetric"]) and not (said.get("act_order") and group < of.shape[1])
+        is_exact &= way != "nvfp4" and not (way == "bitsandbytes" and said)
+        in_bf16 = IN_BF16.get(kind, []) + (["kv_a_proj_with_mqa"] if kind in LATENT and turns_neighbours else [])
+        is_exact &= not any(f".{part}." in name for part in in_bf16)
+        return of if is_exact else of.bfloat16().float()
+
+    for path in plain.glob("*.safetensors"):
+        tensors = {name: read(name, of_all[name]) if name in of_all else of.float() for name, of in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+    of_class = AutoModelForImageTextToText if kind in HALVES else Mistral4ForCausalLM if kind == "mistral4" else AutoModelForCausalLM
+    model = of_class.from_pretrained(plain, dtype=torch.float32, experts_implementation="eager").eval()
+    shutil.rmtree(plain)
+    return model, f"{way} {said} group {group} {str(dtype)[6:]}"
+
+
+def text(r, seed, only, run, stored):
+    kinds = DECODERS + RECURRENT + EXPERTS + BY_SIGMOID[1:] + LATENT + list(HALVES)
+    kind = r.choice(only or [kind for kind in kinds if not stored or kind != "gpt_oss"])
+    is_fp8 = stored == "fp8"
     c, dtype = text_config(r, HALVES.get(kind, kind)), torch.bfloat16 if is_fp8 else r.choice(DTYPES)
     if kind in HALVES:
         if kind.startswith("qwen"):  # a position of a picture has three numbers: which pairs each turns
@@ -409,11 +469,14 @@ def text(r, seed, only, run, is_fp8):
             save_mxfp4(model, folder, packed)
         elif is_fp8:
             expected = logits(in_fp8(folder, r, kind))
+        elif stored:
+            model, said = in_few_bits(folder, stored, r, kind, c.get("rope_interleave", kind != "minicpm3"))
+            expected = logits(model)
         # Where RoPE is not scaled, older files of gpt-oss would not say so.
         is_said = kind != "gpt_oss" or c["rope_parameters"]["rope_type"] != "default"
         if kind not in (*BY_TYPE, *HALVES, "ministral3", "mistral4") and r.random() < 0.4 and is_said:
             older_keys(folder, r)
-        line, wrong = f"{seed} {kind}{' in MXFP4' if packed else ' in FP8' if is_fp8 else ''} {n} tokens {str(dtype)[6:]}", False
+        line, wrong = f"{seed} {kind}{' in MXFP4' if packed else ' in FP8' if is_fp8 else f' in {said}' if stored else ''} {n} tokens {str(dtype)[6:]}", False
         for device in ["reference", "cpu"]:
             found, said = run(folder, "logits", device, ["--ids", ",".join(map(str, ids.tolist()))])
             if found is None:
@@ -525,7 +588,7 @@ def main():
     parser.add_argument("end", type=int)
     parser.add_argument("--program", default="target/release/perpetua")
     parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--fp8", action="store_true", help="matrices of layers in FP8")
+    parser.add_argument("--stored", choices=["fp8", "any", *WAYS], help="how files have matrices of layers")
     args = parser.parse_args()
 
     def run(folder, verb, device, more):
@@ -538,7 +601,7 @@ def main():
     n_wrong = 0
     for seed in range(args.first, args.end):
         torch.manual_seed(seed)
-        line, wrong = {"text": text, "sentences": sentences}[args.what](random.Random(seed), seed, args.only, run, args.fp8)
+        line, wrong = {"text": text, "sentences": sentences}[args.what](random.Random(seed), seed, args.only, run, args.stored)
         print(line, flush=True)
         n_wrong += wrong
     print(f"{n_wrong} of {args.end - args.first} wrong")

@@ -80,14 +80,15 @@ impl Model {
             return Err(EngineError::option("quantize", given, expected));
         }
         let tensors = model::layout::tensors(self.config());
-        let needed = Quantized::needed(&tensors, how);
+        let weights = self.weights()?;
+        let needed = Quantized::needed(weights, &tensors, how);
         if let Some(available) = available_bytes()
             && needed > available
         {
             let what = format!("weights in {how}");
             return Err(MemoryError::TooLarge { what, bytes: needed, available }.into());
         }
-        let quantized = Quantized::new(self.weights()?, &tensors, how, &mut progress)?;
+        let quantized = Quantized::new(weights, &tensors, how, &mut progress)?;
         Ok(Model { folder: self.folder.clone(), quantized: Some(Arc::new(quantized)) })
     }
 

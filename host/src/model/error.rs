@@ -110,6 +110,36 @@ pub enum ModelError {
         /// What it may be.
         expected: String,
     },
+    /// What a tensor cannot be read without.
+    #[error("{name}: no such tensor, expected beside {beside}")]
+    BesideAbsent {
+        /// What is missing.
+        name: String,
+        /// What is there.
+        beside: String,
+    },
+    /// A number in a tensor that numbers parts of another, beyond these.
+    #[error("{name}: element {at} is {given}, expected less than {end}")]
+    OutOfRange {
+        /// The tensor.
+        name: String,
+        /// Which of its elements.
+        at: usize,
+        /// What it is.
+        given: u32,
+        /// How many parts there are.
+        end: usize,
+    },
+    /// A tensor that describes another, in JSON, does not say something.
+    #[error("{name}: no usable {what:?}, expected {expected}")]
+    TensorSays {
+        /// The tensor.
+        name: String,
+        /// What it should say.
+        what: String,
+        /// What would have been right.
+        expected: &'static str,
+    },
     /// A tensor's elements are of a type no kernel reads.
     #[error("{name}: dtype {given}, expected {expected}")]
     TensorDtype {

@@ -19,8 +19,16 @@ use super::weights::float_dtype;
 pub(super) const SCALES: [&str; 2] = ["_scale_inv", "_scale"];
 
 /// What the names of scales end with that say how activations, keys and values may be rounded.
-pub(super) const SCALES_OF_ACTIVATIONS: [&str; 5] =
-    [".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale"];
+pub(super) const SCALES_OF_ACTIVATIONS: [&str; 8] = [
+    ".input_scale",
+    ".input_global_scale",
+    ".input_zero_point",
+    ".activation_scale",
+    ".output_scale",
+    ".output_zero_point",
+    ".k_scale",
+    ".v_scale",
+];
 
 /// What the matrix called `name`, of this shape, is made of, itself in FP8 and its scales, which are of shape `grid`,
 /// for blocks of so many rows and columns each, where files say how many.
@@ -91,6 +99,11 @@ pub(super) fn widen(
 /// The largest number of E4M3.
 const LARGEST: f32 = 448.0;
 
+/// What a byte stands for.
+pub(super) fn number_or_nan(byte: u8) -> f32 {
+    if byte & 0x7f == 0x7f { f32::NAN } else { number_of(byte) }
+}
+
 /// What a byte stands for, unless it is none.
 fn number_of(byte: u8) -> f32 {
     // Exponents of f32 are 120 larger; its subnormal numbers are those of E4M3, too.
@@ -99,7 +112,7 @@ fn number_of(byte: u8) -> f32 {
 }
 
 /// Scales as floats.
-fn numbers(scales: &Part<'_>) -> Vec<f32> {
+pub(super) fn numbers(scales: &Part<'_>) -> Vec<f32> {
     let Some(dtype) = float_dtype(scales.dtype) else {
         // E8M0: an exponent, of which one is no number.
         let power = |exponent: &u8| match exponent {

@@ -60,6 +60,11 @@ impl Role {
     pub(super) fn is_made(self) -> bool {
         matches!(self, Role::NormLessOne | Role::DividedNorm | Role::ScaledNorm)
     }
+
+    /// Whether it may be in fewer bits. A router may not: a choice is easily another, and its bytes are few.
+    pub(super) fn is_matrix(self) -> bool {
+        matches!(self, Role::Linear | Role::OfHeads | Role::Embedding | Role::Head)
+    }
 }
 
 /// One tensor a checkpoint must hold.

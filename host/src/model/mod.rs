@@ -17,6 +17,7 @@ mod embedding;
 mod error;
 mod factors;
 mod fp8;
+mod integers;
 mod json;
 mod python;
 mod remade;
@@ -234,12 +235,13 @@ impl ModelFolder {
             }
             weights.take_apart(&stack.name, &stack.shape, &stack.parts, &stack.part_shape)?;
         }
-        let block = match self.stored {
-            Stored::Fp8 { block } => block,
-            Stored::Floats | Stored::Mxfp4 => None,
-        };
-        let matrices = layout::tensors(&self.config).into_iter().chain(remade::files(&self.config));
-        weights.widen_fp8(matrices.map(|spec| spec.name), block)?;
+        let others_are_made_of = remade::files(&self.config).into_iter().map(|spec| (spec.name, spec.shape, false));
+        let read = layout::tensors(&self.config).into_iter().map(|spec| {
+            let stays = spec.role.is_matrix() && !self.config.architecture().is_encoder();
+            (spec.name, spec.shape, stays)
+        });
+        // Those that others are made of last: one of these may have the name of what is made of it.
+        weights.unpack(read.chain(others_are_made_of), self.stored)?;
         weights.remake(remade::of(&self.config))?;
         Ok(self.weights.get_or_init(|| weights))
     }
@@ -436,6 +438,8 @@ mod tests {
             "tiny-gpt-oss-bf16",
             "tiny-glm4",
             "tiny-qwen3-fp8",
+            "tiny-qwen3-awq",
+            "tiny-llama-gptq",
             "tiny-qwen3-next",
             "tiny-lfm2-moe",
             "tiny-lfm3",
@@ -462,7 +466,8 @@ mod tests {
     /// the same; and files that are not as the configuration says.
     #[test]
     fn tensors_are_made_of_what_files_have() {
-        for name in ["tiny-gpt-oss", "tiny-gpt-oss-bf16", "tiny-glm4", "tiny-qwen3-next", "tiny-qwen3-fp8"] {
+        let remade = ["tiny-gpt-oss", "tiny-gpt-oss-bf16", "tiny-glm4", "tiny-qwen3-next"];
+        for name in remade.into_iter().chain(["tiny-qwen3-fp8", "tiny-qwen3-awq", "tiny-llama-gptq"]) {
             let [lazy, at_once] = [(); 2].map(|()| ModelFolder::open(fixture(name)).expect(name));
             let [lazy, at_once] = [&lazy, &at_once].map(|folder| folder.weights().expect(name));
             let (unmade, mut made) = (at_once.unmade_bytes(), 0);

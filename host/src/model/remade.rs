@@ -8,7 +8,8 @@
 //! Latent attention has a part of each head of queries turned and the rest not, and keys and values by heads in one
 //! matrix, of which it reads each key's with its columns as rows.
 //!
-//! Matrices in FP8 are such, see [`fp8`]; others may be made of these.
+//! Matrices in FP8 are such, see [`fp8`], and those in fewer bits, see [`integers`](super::integers); others may be made
+//! of these.
 //!
 //! gpt-oss's experts are such, all of a layer's in one tensor. Gates and ups take turns in it, so an expert's matrix is
 //! every second row, or as `transformers` writes it, every second column. Published files have the matrices in MXFP4:
@@ -23,6 +24,7 @@ use super::aligned::AlignedBytes;
 use super::config::{Architecture, DecoderConfig, DeltaRule, Heads, Latent, Mixer, ModelConfig, QkNorm};
 use super::error::ModelError;
 use super::fp8;
+use super::integers::Integers;
 use super::layout::{EXPERT_STACKS, ExpertNames, Role, TensorSpec, latent};
 use super::weights::{FLOATS, float_dtype};
 
@@ -30,7 +32,7 @@ use super::weights::{FLOATS, float_dtype};
 const BLOCK_BYTES: usize = Q4_BLOCK / 2;
 
 /// A tensor that is made.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(super) struct Remade {
     pub(super) name: String,
     pub(super) shape: Vec<usize>,
@@ -40,7 +42,7 @@ pub(super) struct Remade {
 }
 
 /// What it is made of.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(super) enum Origin {
     /// Rows of matrix `matrix` of `blocks`, `[matrices, rows, k / 32, 16]`, with `scales`, `[matrices, rows, k / 32]`.
     Mxfp4 { blocks: String, scales: String, matrix: usize, which: Every },
@@ -55,6 +57,8 @@ pub(super) enum Origin {
     /// The matrix `elements` [in FP8](fp8), with `scales`, of shape `grid`, one for each block of so many rows and
     /// columns.
     Fp8 { elements: String, scales: String, grid: Vec<usize>, block: [usize; 2] },
+    /// A matrix of [a few bits an element](super::integers).
+    Integers(Box<Integers>),
 }
 
 /// So many of them.
@@ -301,6 +305,7 @@ impl Remade {
             Origin::Mxfp4 { blocks: elements, scales, .. } | Origin::Fp8 { elements, scales, .. } => {
                 vec![elements, scales]
             }
+            Origin::Integers(of) => of.sources(),
             Origin::Columns { stack: one, .. }
             | Origin::Elements { rows: one, .. }
             | Origin::Rows { rows: one, .. }
@@ -313,6 +318,7 @@ impl Remade {
         let matrices = self.matrices;
         match (&self.of, &self.shape[..]) {
             (Origin::Fp8 { elements, grid, .. }, shape) => if source == elements { shape } else { grid }.to_vec(),
+            (Origin::Integers(of), _) => of.source_shape(source),
             (Origin::Mxfp4 { blocks, which, .. }, [rows, k]) => {
                 let (rows, in_row) = (rows * which.step, k / Q4_BLOCK);
                 if source == blocks { vec![matrices, rows, in_row, BLOCK_BYTES] } else { vec![matrices, rows, in_row] }
@@ -331,6 +337,7 @@ impl Remade {
             (Origin::Mxfp4 { .. }, FileDtype::U8) => Some(DType::Mx4),
             (Origin::Fp8 { .. }, FileDtype::F8_E4M3) => Some(DType::Bf16),
             (Origin::Mxfp4 { .. } | Origin::Fp8 { .. }, _) => None,
+            (Origin::Integers(of), _) => Some(of.dtype()),
             (_, dtype) => float_dtype(dtype),
         }
     }
@@ -344,6 +351,8 @@ impl Remade {
             Origin::Mxfp4 { .. } => (dtype == FileDtype::U8, "u8"),
             Origin::Fp8 { scales, .. } if source == scales => (fp8::may_be_scales(dtype), "f32, bf16, f16 or f8_e8m0"),
             Origin::Fp8 { .. } => (dtype == FileDtype::F8_E4M3, "f8_e4m3"),
+            // That has been seen to when it was found.
+            Origin::Integers(_) => (true, ""),
             _ => (float_dtype(dtype).is_some(), FLOATS),
         };
         if takes { Ok(()) } else { Err(expected) }
@@ -362,6 +371,7 @@ impl Remade {
             Origin::Fp8 { block, .. } => {
                 fp8::widen(sources[0].bytes, k, &sources[1], *block, &mut made).map_err(not_finite)?;
             }
+            Origin::Integers(of) => of.make(sources, [rows, k], &mut made).map_err(not_finite)?,
             Origin::Mxfp4 { matrix, which, .. } => {
                 let [blocks, scales] = [sources[0].bytes, sources[1].bytes];
                 let in_row = k / Q4_BLOCK;

@@ -24,8 +24,10 @@ use safetensors::tensor::{Dtype as FileDtype, Metadata, SafeTensorError, SafeTen
 use serde::de::{Deserializer as _, IgnoredAny, MapAccess, Visitor};
 
 use super::aligned::AlignedBytes;
+use super::config::Stored;
 use super::error::{ModelError, shape_text};
 use super::fp8;
+use super::integers::{self, Found};
 use super::json::{Fields, read_value};
 use super::remade::{Part, Remade};
 use crate::parallel::side_by_side;
@@ -198,20 +200,32 @@ impl Weights {
         Ok(())
     }
 
-    /// Puts matrices in the place of those among `names` that files have in [FP8](super::fp8): with a scale for each block
-    /// of so many rows and columns, or as the shape of the scales says.
-    pub(super) fn widen_fp8(
+    /// Puts matrices in the place of those among `tensors`, with their shapes, that files have in [FP8](super::fp8) or in
+    /// [a few bits](super::integers), as `stored` says. What is said to stay is read as it is then, and nothing made of
+    /// it.
+    pub(super) fn unpack(
         &mut self,
-        names: impl Iterator<Item = String>,
-        block: Option<[usize; 2]>,
+        tensors: impl Iterator<Item = (String, Vec<usize>, bool)>,
+        stored: Stored,
     ) -> Result<(), ModelError> {
-        let is_fp8 = |tensor: &Tensor| matches!(tensor, Tensor::InFile(Location { dtype: FileDtype::F8_E4M3, .. }));
-        if !self.tensors.values().any(is_fp8) {
+        let is_packed = |tensor: &Tensor| match tensor {
+            Tensor::InFile(Location { dtype, .. }) => float_dtype(*dtype).is_none(),
+            Tensor::Made(_) => false,
+        };
+        if !self.tensors.values().any(is_packed) {
             return Ok(());
         }
+        let block = match stored {
+            Stored::Fp8 { block } | Stored::Compressed { block, .. } => block,
+            _ => None,
+        };
         // What a network reads may be called as what it is made of.
         let mut all = BTreeMap::new();
-        for name in names {
+        for (name, shape, stays) in tensors {
+            if let Some(remade) = integers::remade(&name, &shape, stored, stays, &|name| self.found(name))? {
+                all.insert(remade.name.clone(), remade);
+                continue;
+            }
             let Some((name, Tensor::InFile(Location { dtype: FileDtype::F8_E4M3, shape, .. }))) = self.entry(&name)
             else {
                 continue;
@@ -224,6 +238,17 @@ impl Weights {
             all.insert(name.clone(), fp8::remade([name, scales], shape, tensor.shape(), block)?);
         }
         self.remake(all.into_values().collect())
+    }
+
+    /// The tensor of this name, as its file has it.
+    fn found(&self, name: &str) -> Option<Found<'_>> {
+        match self.entry(name)? {
+            (name, Tensor::InFile(location)) => {
+                let (dtype, shape, bytes) = (location.dtype, &location.shape[..], self.bytes_of(location));
+                Some(Found { name, dtype, shape, bytes })
+            }
+            (_, Tensor::Made(_)) => None,
+        }
     }
 
     /// Puts tensors that are made in the place of those that they are made of, which must be there, with the shapes and
@@ -554,7 +579,7 @@ impl Weights {
 }
 
 /// What errors call a type of files.
-fn said(dtype: FileDtype) -> String {
+pub(super) fn said(dtype: FileDtype) -> String {
     format!("{dtype:?}").to_lowercase()
 }
 

@@ -51,13 +51,11 @@ impl Quantize {
         tensors.into_iter().filter_map(|spec| self.dtype_of(&spec).map(|dtype| (spec.name, dtype))).collect()
     }
 
-    /// What the tensor is kept as; none where it stays as it is. A router does: a choice is easily another, and its
-    /// bytes are few; what is in MXFP4; experts' biases; and heads' matrices whose rows are so short that they would
-    /// take no fewer bytes.
+    /// What the tensor is kept as; none where it stays as it is: what is no [matrix](Role::is_matrix), and heads'
+    /// matrices whose rows are so short that they would take no fewer bytes.
     fn dtype_of(self, spec: &TensorSpec) -> Option<DType> {
         let may_be_short = spec.role == Role::OfHeads;
-        let is_kept = may_be_short || matches!(spec.role, Role::Linear | Role::Embedding | Role::Head);
-        if spec.shape.len() != 2 || !is_kept {
+        if spec.shape.len() != 2 || !spec.role.is_matrix() {
             return None;
         }
         let dtype = match (self, spec.role) {
@@ -102,7 +100,8 @@ impl Quantized {
     ) -> Result<Quantized, ModelError> {
         let mut quantized = HashMap::new();
         for spec @ TensorSpec { name, shape, .. } in tensors.iter().filter(|spec| !spec.role.is_made()) {
-            let dtype = how.dtype_of(spec);
+            // What is made in fewer bits stays so.
+            let dtype = how.dtype_of(spec).filter(|_| in_fewer(weights, spec).is_none());
             // What is made of others is not kept beside what is made of it.
             let (kept, read) = match (weights.made(name, shape)?, dtype) {
                 (Some((bytes, dtype)), None) => {
@@ -138,9 +137,9 @@ impl Quantized {
         self.how
     }
 
-    /// Bytes that the matrices among `tensors` will take.
-    pub fn needed(tensors: &[TensorSpec], how: Quantize) -> u64 {
-        let dtype_of = |spec: &TensorSpec| how.dtype_of(spec).or((spec.role == Role::Mxfp4).then_some(DType::Mx4));
+    /// Bytes that the matrices among `tensors` of `weights` will take.
+    pub fn needed(weights: &Weights, tensors: &[TensorSpec], how: Quantize) -> u64 {
+        let dtype_of = |spec: &TensorSpec| in_fewer(weights, spec).or_else(|| how.dtype_of(spec));
         tensors.iter().filter_map(|spec| Some(dtype_of(spec)?.tensor_bytes(&spec.shape))).sum()
     }
 
@@ -158,6 +157,11 @@ impl Quantized {
     pub fn size_bytes(&self) -> u64 {
         self.tensors.values().map(|kept| kept.bytes.len() as u64).sum()
     }
+}
+
+/// The type of a tensor of which files have few bits an element, as it is made of these.
+fn in_fewer(weights: &Weights, spec: &TensorSpec) -> Option<DType> {
+    weights.dtype(&spec.name, &spec.shape).ok().filter(|dtype| dtype.lines().is_some())
 }
 
 /// Matrix `view`, called `name`, as `dtype`; `release` as [`matrix`] has it.
@@ -328,7 +332,7 @@ mod tests {
                 in_matrices += if is_matrix { kept.len() as u64 } else { 0 };
             }
             assert_eq!(read, weights.size_bytes() as u64);
-            assert_eq!(Quantized::needed(&tensors, how), in_matrices);
+            assert_eq!(Quantized::needed(weights, &tensors, how), in_matrices);
         }
     }
 }

@@ -104,7 +104,7 @@ pub fn synth(
                 map.insert("tie_word_embeddings".into(), config.tie_word_embeddings.into());
             }
         }
-        if let Stored::Fp8 { .. } = stored {
+        if stored != Stored::Mxfp4 {
             // What is written is in bf16.
             map.shift_remove("compression_config");
             map.shift_remove("quantization_config");
