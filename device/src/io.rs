@@ -1,7 +1,7 @@
 //! Tensors as the CPU bodies and references see them: a base address, a dtype and a strided box.
 
 use half::{bf16, f16};
-use perpetua_shared::dtype::{MX4_LEVELS, Q4_LEVELS, Q8, q4_at};
+use perpetua_shared::dtype::{Q8, q4_at};
 use perpetua_shared::limits::MAX_RANK;
 use perpetua_shared::task::Operand;
 use perpetua_shared::{DType, Step, TaskDesc};
@@ -151,10 +151,10 @@ impl Tensor {
                     let byte = p.add(bytes + column % Q8.elems).cast::<i8>().read();
                     f32::from(byte) * p.add(scale).cast::<f32>().read()
                 }
-                dtype @ (DType::Q4 | DType::Mx4) => {
-                    let levels = if dtype == DType::Q4 { &Q4_LEVELS } else { &MX4_LEVELS };
+                dtype @ (DType::Q4 | DType::Mx4 | DType::Int4) => {
                     let (byte, shift, scale) = q4_at(at[N - 1]);
-                    let level = levels[usize::from(p.add(byte).read() >> shift & 15)];
+                    let number = usize::from(p.add(byte).read() >> shift & 15);
+                    let level = dtype.levels().map_or(0, |levels| levels[number]);
                     f32::from(level) * p.add(scale).cast::<bf16>().read().to_f32()
                 }
             }
@@ -174,7 +174,9 @@ impl Tensor {
                 DType::U32 => p.cast::<u32>().write(value as u32),
                 DType::U8 => p.write(value as u8),
                 DType::I64 => p.cast::<i64>().write(value as i64),
-                DType::Q8 | DType::Q4 | DType::Mx4 => panic!("weights in {} are never written by a task", self.dtype()),
+                DType::Q8 | DType::Q4 | DType::Mx4 | DType::Int4 => {
+                    panic!("weights in {} are never written by a task", self.dtype())
+                }
             }
         }
     }

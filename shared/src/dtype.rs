@@ -27,6 +27,9 @@ pub enum DType {
     /// Microscaling FP4 of the Open Compute Project, MXFP4: numbers of 4 bits with a power of two for each 32 of a row.
     /// Weight matrices only, whose rows are laid out as [`Q4`]'s, with other [levels](MX4_LEVELS).
     Mx4 = 10,
+    /// Whole numbers of 4 bits around zero, as quantised models' files have them, with a scale for each 32 of a row.
+    /// Weight matrices only, whose rows are laid out as [`Q4`]'s, with other [levels](INT4_LEVELS).
+    Int4 = 11,
 }
 
 /// How a row of weights in fewer bits is laid out: cache lines of elements, in groups that a cache line of their scales
@@ -86,6 +89,9 @@ pub const Q4_LEVELS: [i8; 16] = [-63, -49, -38, -29, -22, -15, -9, -4, 1, 6, 11,
 /// mantissa, which number them. So a scale is half of the block's power of two.
 pub const MX4_LEVELS: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
+/// What a scale is multiplied with in [`DType::Int4`]: numbers less eight.
+pub const INT4_LEVELS: [i8; 16] = [-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7];
+
 /// Where element `i` of a row in [`DType::Q4`] is: the offset of its byte, by how many bits that is shifted down, and
 /// the offset of its scale.
 #[inline]
@@ -98,7 +104,7 @@ pub const fn q4_at(i: usize) -> (usize, u32, usize) {
 
 impl DType {
     /// Every element type, in the order of their numbers.
-    pub const ALL: [DType; 10] = [
+    pub const ALL: [DType; 11] = [
         DType::F32,
         DType::Bf16,
         DType::F16,
@@ -109,13 +115,14 @@ impl DType {
         DType::Q8,
         DType::Q4,
         DType::Mx4,
+        DType::Int4,
     ];
 
     /// How its rows are laid out, if their elements have scales.
     pub const fn lines(self) -> Option<Lines> {
         match self {
             DType::Q8 => Some(Q8),
-            DType::Q4 | DType::Mx4 => Some(Q4),
+            DType::Q4 | DType::Mx4 | DType::Int4 => Some(Q4),
             _ => None,
         }
     }
@@ -125,6 +132,7 @@ impl DType {
         match self {
             DType::Q4 => Some(&Q4_LEVELS),
             DType::Mx4 => Some(&MX4_LEVELS),
+            DType::Int4 => Some(&INT4_LEVELS),
             _ => None,
         }
     }
@@ -139,7 +147,7 @@ impl DType {
         match self {
             DType::F32 | DType::I32 | DType::U32 => 4,
             DType::Bf16 | DType::F16 => 2,
-            DType::U8 | DType::Q8 | DType::Q4 | DType::Mx4 => 1,
+            DType::U8 | DType::Q8 | DType::Q4 | DType::Mx4 | DType::Int4 => 1,
             DType::I64 => 8,
         }
     }
@@ -171,6 +179,7 @@ impl DType {
             DType::Q8 => "q8",
             DType::Q4 => "q4",
             DType::Mx4 => "mxfp4",
+            DType::Int4 => "int4",
         }
     }
 

@@ -430,6 +430,7 @@ fn rows_of_an_expert_are_products_of_warpgroups() {
         (6, 2, 0.0, DType::Q8),
         (3, 1, 9.0, DType::Q4),
         (6, 2, 0.0, DType::Mx4),
+        (3, 1, 9.0, DType::Int4),
     ] {
         let mut graph = KernelGraph::with_rows(rows as u32);
         let x = graph.input("x", &[rows, k], DType::F32).expect("an input");
@@ -557,6 +558,8 @@ fn families_with_operators_of_their_own_make_the_cpus_tokens() {
         "tiny-gemma4-moe",
         "tiny-glm4-moe-lite",
         "tiny-hunyuan",
+        "tiny-qwen3-awq",
+        "tiny-llama-gptq",
     ] {
         let model = Model::load(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)).expect(name);
         let config = EngineConfig { max_context: Some(24), chunks: vec![4], ..EngineConfig::default() };
@@ -576,8 +579,9 @@ fn families_with_operators_of_their_own_make_the_cpus_tokens() {
             let logits = engine.last_logits().expect("it runs").expect("a token was made");
             let distance = distance(&expected.1, &logits);
             // Gates make more of what rounding loses: with products' inputs rounded to bf16 transformers, too, is off
-            // by 2e-2 to 1e-1 at these positions. Beside gpt-oss's experts the CPU rounds to 8 bits.
-            let allowed = if matches!(name, "tiny-qwen3.5" | "tiny-gpt-oss") { 4e-2 } else { 1e-2 };
+            // by 2e-2 to 1e-1 at these positions. Beside numbers of 4 bits the CPU rounds to 8.
+            let rounds_more = matches!(name, "tiny-qwen3.5" | "tiny-gpt-oss" | "tiny-llama-gptq");
+            let allowed = if rounds_more { 4e-2 } else { 1e-2 };
             assert!(made == expected.0 && distance < allowed, "{name}, {mode:?}, {without:?}: {made:?}, {distance}");
             (logits, driver.report().instructions)
         };

@@ -142,10 +142,10 @@ const TRAINED: &str = "tiny-rustdoc";
 const BY_COLUMNS: &str = "tiny-gpt-oss-bf16";
 
 /// How much further off than others a model's logits may be. gpt-oss's random ones make more of what rounding loses,
-/// transformers in bf16 is off by 2e-3 to 6e-3 of them, and beside experts in MXFP4 activations are rounded to 8 bits
-/// on CPU threads.
+/// transformers in bf16 is off by 2e-3 to 6e-3 of them, and beside numbers of 4 bits, as its experts in MXFP4 are,
+/// activations are rounded to 8 bits on CPU threads.
 fn slack(name: &str) -> f64 {
-    if name.starts_with("tiny-gpt-oss") { 4.0 } else { 1.0 }
+    if name.starts_with("tiny-gpt-oss") || name == "tiny-llama-gptq" { 4.0 } else { 1.0 }
 }
 
 /// All that have logits made by `transformers`.

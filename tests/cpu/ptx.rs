@@ -43,50 +43,50 @@ const REGISTERS: u32 = 252;
 /// each of five shapes, a step's of those who multiply and those who do not, the last step's of both, the sums' one;
 /// and a part's end; and in linear, before what is made for a product after a norm where no warpgroup has multiplied,
 /// 2); layer_norm 4; pool 2; argmax 2; causal_conv 1, before its state is written; recurrence 2, behind what is found
-/// of rows and behind these rows; gated 2, where a head is alone; experts_up 14 (a row that is staged one by one 3, by
-/// eight 3, what is made of it in 8 bits and in 4, the choice of experts 5, and a row's end) and experts_down 8 (3 and
-/// 1, and a group's two in 8 bits and in 4); expert_routes 6 (the choice 5, a row's end); routed_linear 18 (rows are
-/// counted 2, units 2, an expert's listed 2; of a warpgroup's products two shapes 10 and a part's end; the end of one
-/// without); sample 52 (the text's tokens 2, the best 2, nine sums of count and mass 4 each, walks 4 and 8). After a
-/// vote of those that wait before bodies, in a pass with just-in-time tasks, 2. In linear and gated_linear 2 each for
-/// long rows in 8 bits, and in 4; and [those of a product of one row](OF_ONE_ROW). Votes: waits of linear and
-/// gated_linear, of either in each of a warpgroup's five shapes and of a few rows, of decode_attention, of a product of
-/// one row in three forms, of all other bodies, of a task that is left out, and, before bodies, for a task and for the
-/// iteration; of tiles in vain where a pass begins, or the worker leaves. Shuffles, five to a sum, twice that for two
-/// words: rms_norm 15 (three sums), layer_norm 10, pool 5, argmax 10, rope 11 (a norm 5, one of values 5, and by fours
-/// a loop over lanes), attention 59 (11, of few queries a maximum and a total 4, of wide heads likewise 4, and of many
-/// rows a maximum and a sum, over four lanes and of two rows, 8, for two sizes, of all positions and of a share, and by
-/// a warpgroup), advance 10, decode_attention 29 (a norm 5, one of values 5, a group's maximum and total 4, a wide
-/// one's 4, one by one 11), linear 140 and gated_linear 101 (of a warpgroup's products the factors of rows, a loop over
-/// lanes, in each of five shapes, and in linear two rows' squares 2; of a few rows' the factors, and in linear a row's
-/// squares 2; from global memory of one row and of four, from tiles of one, a norm, and of a long row in each of its
-/// widths, by its form four, two or three, and one, the one before and the last, and in linear the best of its outputs
-/// 10), experts_up 55 (a norm, one by one and by eight, what all experts make together, two products, and those of
-/// three forms of rows afar 30) and experts_down 15 (one by one, in 8 bits and in 4), expert_routes 5, routed_linear 20
-/// (units, three products), sample 175, recurrence 40 (three sums, sixteen sums at once 16, and nine corrections),
-/// gated 10 (a sum over a warp, and one over the block).
+/// of rows and behind these rows; gated 2, where a head is alone; experts_up 15 (a row that is staged one by one 3, by
+/// eight 3, what is made of it in 8 bits and in 4 by a table or without, the choice of experts 5, and a row's end) and
+/// experts_down 8 (3 and 1, and a group's two in 8 bits and in 4); expert_routes 6 (the choice 5, a row's end);
+/// routed_linear 18 (rows are counted 2, units 2, an expert's listed 2; of a warpgroup's products two shapes 10 and a
+/// part's end; the end of one without); sample 52 (the text's tokens 2, the best 2, nine sums of count and mass 4 each,
+/// walks 4 and 8). After a vote of those that wait before bodies, in a pass with just-in-time tasks, 2. In linear and
+/// gated_linear 2 each for long rows in 8 bits, and in 4, by a table and without; and [those of a product of one
+/// row](OF_ONE_ROW). Votes: waits of linear and gated_linear, of either in each of a warpgroup's five shapes and of a
+/// few rows, of decode_attention, of a product of one row in four forms, of all other bodies, of a task that is left
+/// out, and, before bodies, for a task and for the iteration; of tiles in vain where a pass begins, or the worker
+/// leaves. Shuffles, five to a sum, twice that for two words: rms_norm 15 (three sums), layer_norm 10, pool 5, argmax
+/// 10, rope 11 (a norm 5, one of values 5, and by fours a loop over lanes), attention 59 (11, of few queries a maximum
+/// and a total 4, of wide heads likewise 4, and of many rows a maximum and a sum, over four lanes and of two rows, 8,
+/// for two sizes, of all positions and of a share, and by a warpgroup), advance 10, decode_attention 29 (a norm 5, one
+/// of values 5, a group's maximum and total 4, a wide one's 4, one by one 11), linear 150 and gated_linear 111 (of a
+/// warpgroup's products the factors of rows, a loop over lanes, in each of five shapes, and in linear two rows' squares
+/// 2; of a few rows' the factors, and in linear a row's squares 2; from global memory of one row and of four, from
+/// tiles of one, a norm, and of a long row in each of its widths, by its form four, two or three, and one, twice, the
+/// one before and the last, and in linear the best of its outputs 10), experts_up 65 (a norm, one by one and by eight,
+/// what all experts make together, two products, and those of four forms of rows afar 40) and experts_down 15 (one by
+/// one, in 8 bits and in 4), expert_routes 5, routed_linear 20 (units, three products), sample 175, recurrence 40
+/// (three sums, sixteen sums at once 16, and nine corrections), gated 10 (a sum over a warp, and one over the block).
 ///
 /// Warp syncs: where tiles are released, of a product of one row in each form a norm's weights, the loop's, and where
 /// the wait fails; other rows of linear and gated_linear 2 each, and a norm's weights, 1, and a long one's first row of
-/// weights and the next, of each width, in gated_linear the second matrix's, too: 18 and 9; what takes the tiles that a
-/// body left, or that came in vain, 5; of a few rows the loop's, and where the wait fails, in linear and in
+/// weights and the next, of each width, in gated_linear the second matrix's, too: 20 and 10; what takes the tiles that
+/// a body left, or that came in vain, 5; of a few rows the loop's, and where the wait fails, in linear and in
 /// gated_linear; around outputs that lanes exchange, linear and gated_linear 2 each; before turned elements are put:
 /// rope 2, decode_attention 1; around what a warp has of queries and results: attention 12, for two sizes, of all
 /// positions and of a share.
-const BARRIERS: usize = 241 + 2 * (2 + 2) + OF_ONE_ROW[0];
-const BARRIER_VOTES: usize = 21 + 3;
-const SHUFFLES: usize = 710 + OF_ONE_ROW[1];
-const WARP_SYNCS: usize = 55 + 3 * 3;
+const BARRIERS: usize = 242 + 2 * (2 + 2 + 2) + OF_ONE_ROW[0];
+const BARRIER_VOTES: usize = 21 + 4;
+const SHUFFLES: usize = 740 + OF_ONE_ROW[1];
+const WARP_SYNCS: usize = 58 + 4 * 3;
 const PRODUCTS: usize = 560 + 12;
-const BYTE_PRODUCTS: usize = 12 + 40;
+const BYTE_PRODUCTS: usize = 12 + 2 * 40;
 
-/// Of a product of one row, in bf16, 8 bits and 4: block barriers (the row, merged or as it is, 2, the sums' two, and
-/// the best output's 2); shuffles (a norm's sum 5, the best output 10, totals of eight rows and of sixteen 3; and a
-/// scale's maximum, of either kind of row, over eight lanes 3 and over sixteen 4); warp syncs where none fails;
-/// products, of two chunks for eight rows and for sixteen, in the loop and of the last ones (in 4 bits by two, and
-/// those of what sums begin with, once for each chunk that is asked for); waits for tiles' mbarriers, two where some
-/// are taken and were not there yet: a norm's, the first ones, and the loop's two; and arrivals.
-const OF_ONE_ROW: [usize; 6] = [3 * 6, 18 + 24 + 26, 3 * 2, 12 + 12 + 40, 3 * 8, 3 * 2];
+/// Of a product of one row, in bf16, 8 bits and 4, by a table and without: block barriers (the row, merged or as it is,
+/// 2, the sums' two, and the best output's 2); shuffles (a norm's sum 5, the best output 10, totals of eight rows and
+/// of sixteen 3; and a scale's maximum, of either kind of row, over eight lanes 3 and over sixteen 4); warp syncs where
+/// none fails; products, of two chunks for eight rows and for sixteen, in the loop and of the last ones (in 4 bits by
+/// two, and those of what sums begin with, once for each chunk that is asked for); waits for tiles' mbarriers, two
+/// where some are taken and were not there yet: a norm's, the first ones, and the loop's two; and arrivals.
+const OF_ONE_ROW: [usize; 6] = [4 * 6, 18 + 24 + 2 * 26, 4 * 2, 12 + 12 + 2 * 40, 4 * 8, 4 * 2];
 /// By a warpgroup: of 64 x 128 x 16 four a step, twice that with both halves of the rows, and of narrower ones, of
 /// which a step has two fours of columns, eight, in linear and in gated_linear; in routed_linear the first alone.
 const GROUP_PRODUCTS: [usize; 4] = [36 + 4, 16 + 16, 16, 16];
@@ -111,16 +111,16 @@ const GROUP_PRODUCTS: [usize; 4] = [36 + 4, 16 + 16, 16, 16];
 /// part, rope 116. Before the levels of weights in 4 bits were a table in registers, by their type, and rows of no
 /// whole lines were filled up, embedding 63, experts_up 168, and experts_down 127; before experts had biases, which are
 /// asked for ahead, 171 and 136; before they could be chosen by corrected sigmoids, 177 and 142, and expert_routes 40;
-/// before they had scales, experts_down 145. Before values were normalised, decode_attention 210. recurrence: eight
-/// rows of a state, 32 words.)
+/// before they had scales, experts_down 145. Before whole numbers of 4 bits, gated_linear 224. Before values were
+/// normalised, decode_attention 210. recurrence: eight rows of a state, 32 words.)
 type Figures = (&'static str, u32, usize, usize, usize, usize, [usize; 2]);
 
 /// Of all of them.
 const KERNELS: &[Figures] = &[
     ("embedding", 64, 2, 0, 0, 0, [0, 0]),
     ("rms_norm", 164, 4, 15, 0, 0, [0, 0]),
-    ("linear", 242, 69, 208, 27, 88, [66, 25]),
-    ("gated_linear", 224, 61, 169, 18, 88, [90, 16]),
+    ("linear", 242, 77, 244, 31, 128, [78, 29]),
+    ("gated_linear", 226, 69, 205, 21, 128, [106, 19]),
     ("rope", 118, 4, 11, 2, 0, [0, 0]),
     // Two registers more since heads may be wide.
     ("attention", 219, 23, 59, 12, 432, [0, 0]),
@@ -134,7 +134,7 @@ const KERNELS: &[Figures] = &[
     ("pool", 36, 4, 5, 0, 0, [0, 0]),
     ("attention_merge", 116, 2, 0, 0, 0, [0, 0]),
     ("decode_attention", 212, 11, 29, 1, 80, [0, 0]),
-    ("experts_up", 179, 16, 55, 0, 0, [0, 0]),
+    ("experts_up", 179, 17, 65, 0, 0, [0, 0]),
     ("experts_down", 147, 10, 15, 0, 0, [0, 0]),
     ("expert_routes", 52, 8, 5, 0, 0, [0, 0]),
     ("routed_linear", 182, 20, 20, 0, 0, [0, 0]),
@@ -222,7 +222,7 @@ fn barriers_are_neither_copied_nor_lost() {
     assert_eq!(count(body, &["bar.warp.sync"]), WARP_SYNCS);
     // Lanes that merge parts of a row in 8 bits or in 4, and shuffle, ask together what is there, and whether to look
     // again.
-    assert_eq!(count(body, &["redux.sync.or"]), 2 * 2);
+    assert_eq!(count(body, &["redux.sync.or"]), 2 * 3);
     // Of many rows four fragments of rows by two of columns, twice a step of k, in linear and in gated_linear. Of one
     // row see `OF_ONE_ROW`. Of a few rows four of two chunks, in the loop and of the last ones, in either. In
     // decode_attention, and in attention of few queries, four for each 32 dimensions of queries and keys, one for each

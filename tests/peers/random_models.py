@@ -398,6 +398,10 @@ def in_few_bits(folder, way, r, kind, turns_neighbours):
     elif way == "nvfp4":
         said = {"divides": r.random() < 0.5}
 
+    # Those are kept as they are, but for scales, which become bf16; beside them activations are rounded to 8 bits.
+    are_fours = way in ["gptq", "pack-quantized"] and said["bits"] == 4 and said["symmetric"]
+    dtype = torch.bfloat16 if are_fours else dtype
+
     def pack(w):
         if way in ["gptq", "awq", "pack-quantized", "int-quantized"]:
             return {"gptq": packings.gptq, "awq": packings.awq, "pack-quantized": packings.pack_quantized, "int-quantized": packings.int_quantized}[way](w, dtype, group=group, **said)
@@ -417,7 +421,7 @@ def in_few_bits(folder, way, r, kind, turns_neighbours):
 
     def read(name, of):
         """As the network reads it."""
-        is_exact = group % 64 == 0 or group >= of.shape[1] or way == "bitsandbytes"
+        is_exact = group % (32 if are_fours else 64) == 0 or group >= of.shape[1] or way == "bitsandbytes"
         is_exact &= not (said.get("bits") == 8 and not said["symmetric"]) and not (said.get("act_order") and group < of.shape[1])
         is_exact &= way != "nvfp4" and not (way == "bitsandbytes" and said)
         in_bf16 = IN_BF16.get(kind, []) + (["kv_a_proj_with_mqa"] if kind in LATENT and turns_neighbours else [])
@@ -430,7 +434,7 @@ def in_few_bits(folder, way, r, kind, turns_neighbours):
     of_class = AutoModelForImageTextToText if kind in HALVES else Mistral4ForCausalLM if kind == "mistral4" else AutoModelForCausalLM
     model = of_class.from_pretrained(plain, dtype=torch.float32, experts_implementation="eager").eval()
     shutil.rmtree(plain)
-    return model, f"{way} {said} group {group} {str(dtype)[6:]}"
+    return model, f"{way} {said} group {group} {str(dtype)[6:]}", are_fours
 
 
 def text(r, seed, only, run, stored):
@@ -470,13 +474,13 @@ def text(r, seed, only, run, stored):
         elif is_fp8:
             expected = logits(in_fp8(folder, r, kind))
         elif stored:
-            model, said = in_few_bits(folder, stored, r, kind, c.get("rope_interleave", kind != "minicpm3"))
+            model, said, packed = in_few_bits(folder, stored, r, kind, c.get("rope_interleave", kind != "minicpm3"))
             expected = logits(model)
         # Where RoPE is not scaled, older files of gpt-oss would not say so.
         is_said = kind != "gpt_oss" or c["rope_parameters"]["rope_type"] != "default"
         if kind not in (*BY_TYPE, *HALVES, "ministral3", "mistral4") and r.random() < 0.4 and is_said:
             older_keys(folder, r)
-        line, wrong = f"{seed} {kind}{' in MXFP4' if packed else ' in FP8' if is_fp8 else f' in {said}' if stored else ''} {n} tokens {str(dtype)[6:]}", False
+        line, wrong = f"{seed} {kind}{f' in {said}' if stored and not is_fp8 else ' in FP8' if is_fp8 else ' in MXFP4' if packed else ''} {n} tokens {str(dtype)[6:]}", False
         for device in ["reference", "cpu"]:
             found, said = run(folder, "logits", device, ["--ids", ",".join(map(str, ids.tolist()))])
             if found is None:

@@ -248,7 +248,7 @@ fn dtypes() -> impl Strategy<Value = DType> {
 }
 
 /// Types of weights in fewer bits.
-const FEWER_BITS: [DType; 3] = [DType::Q8, DType::Q4, DType::Mx4];
+const FEWER_BITS: [DType; 4] = [DType::Q8, DType::Q4, DType::Mx4, DType::Int4];
 
 fn isas() -> impl Strategy<Value = Isa> {
     let all = Isa::available();
@@ -593,7 +593,7 @@ mod linear {
     /// Whether x and w are rounded to bf16 and multiplied in pairs.
     fn is_in_pairs(isa: Isa, order: u32, x: &Memory, w: &Memory) -> bool {
         let is_for = match w.tensor().dtype() {
-            DType::Q8 | DType::Q4 | DType::Mx4 => order >= Order::Prompt as u32,
+            DType::Q8 | DType::Q4 | DType::Mx4 | DType::Int4 => order >= Order::Prompt as u32,
             DType::Bf16 => order == Order::Rounded as u32,
             _ => false,
         };
@@ -837,7 +837,7 @@ mod linear {
         let eight_bit = Memory::q8(5, 130, |r, i| (r + i) as i8 | 1, |_, _| 0.1);
         // In none is the bad one's weight zero.
         let fours = |dtype| Memory::fours(dtype, [5, 130], |r, i| ((r + i) as u8 % 16) | 1, |_, _| 0.1);
-        let all = [eight_bit, fours(DType::Q4), fours(DType::Mx4)];
+        let all = [eight_bit, fours(DType::Q4), fours(DType::Mx4), fours(DType::Int4)];
         for (isa, w) in Isa::available().iter().flat_map(|isa| all.iter().map(move |w| (isa, w))) {
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let x = Memory::new(DType::F32, &[1, 130], 0, 0, |i| if i == 77 { bad } else { 0.5 });
@@ -860,7 +860,7 @@ mod linear {
     #[test]
     fn bits_do_not_depend_on_how_the_work_is_cut() {
         for isa in Isa::available() {
-            let weights = [DType::Bf16, DType::F16, DType::F32, DType::Q8, DType::Q4, DType::Mx4];
+            let weights = [DType::Bf16, DType::F16, DType::F32, DType::Q8, DType::Q4, DType::Mx4, DType::Int4];
             for (dtype, order) in weights.into_iter().flat_map(|dtype| [0, 1, 2, 3].map(|order| (dtype, order))) {
                 // A pass of one row is computed as decode does, and one of few without splitting weights.
                 let few = match (order, dtype) {
@@ -878,7 +878,7 @@ mod linear {
                             |r, i| (127.0 * noise(2, (first + r) * k + i)) as i8,
                             |r, _| (first + r) as f32,
                         ),
-                        DType::Q4 | DType::Mx4 => Memory::fours(
+                        DType::Q4 | DType::Mx4 | DType::Int4 => Memory::fours(
                             dtype,
                             [n, k],
                             |r, i| (7.999 * (1.0 + noise(2, (first + r) * k + i))) as u8,

@@ -26,7 +26,7 @@ use perpetua_shared::task::Operand;
 use perpetua_shared::{BindingId, DType, DataOp, Fault, FaultCode, PrefetchOp, Step, TaskDesc, TaskFlags, flag};
 
 /// Types of weights in fewer bits.
-const FEWER_BITS: [DType; 3] = [DType::Q8, DType::Q4, DType::Mx4];
+const FEWER_BITS: [DType; 4] = [DType::Q8, DType::Q4, DType::Mx4, DType::Int4];
 
 /// SplitMix64.
 struct Random(u64);
@@ -1003,7 +1003,7 @@ fn four_linear(random: &mut Random, round: usize) {
     };
     let n = random.one_to(if k > 2000 { 40 } else { 200 });
     let tile = DType::Q4.tensor_bytes(&[k as usize]) as u32 * random.one_to(20);
-    let weights = if random.below(5) == 0 { DType::Mx4 } else { DType::Q4 };
+    let weights = [DType::Q4, DType::Q4, DType::Q4, DType::Int4, DType::Mx4][random.below(5) as usize];
     judge_tiled(random, weights, [n, k], tile, round / 8 % 2 == 1, &[96, 224, 32]);
 }
 
@@ -1180,7 +1180,7 @@ fn push_parts(case: &mut Case, random: &mut Random, [heads, splits, group, d]: [
 /// Products that merge what splits found themselves: weights in tiles, for tensor cores or not, and from global memory.
 fn merging_linear(random: &mut Random, round: usize) {
     let (heads, group, splits, n) = (random.one_to(3), random.one_to(4), random.one_to(9), random.one_to(40));
-    let of_tensor_cores = [DType::Bf16, DType::Q8, DType::Q4][round / 3 % 3];
+    let of_tensor_cores = [DType::Bf16, DType::Q8, DType::Q4, DType::Int4][round / 3 % 4];
     let whole = if of_tensor_cores == DType::Bf16 { 32 } else { 128 };
     let d = [whole, 8 * random.one_to(12), 2 * random.one_to(30)][round % 3];
     let k = heads * group * d;
@@ -1254,7 +1254,7 @@ fn wide_linear(random: &mut Random, round: usize) {
 fn warpgroup_linear(random: &mut Random, round: usize) {
     let (rows, n) = (1 + random.one_to([40, 120, 200, 14][round % 4]), random.one_to([150, 40, 150, 14][round % 4]));
     let k = 8 * random.one_to([12, 70][round / 2 % 2]);
-    let weights = [DType::Bf16, DType::Q8, DType::Q4, DType::Mx4][random.below(4) as usize];
+    let weights = [DType::Bf16, DType::Q8, DType::Q4, DType::Mx4, DType::Int4][random.below(5) as usize];
     let begin = |case: &mut Case, random: &mut Random, n_weights: u32| {
         (case.tile_bytes, case.threads, case.tolerance) = (TILE_BYTES, &[224, 160, 192], 2e-3);
         case.push_carried(random, DType::Bf16, rows, k);
@@ -2117,7 +2117,7 @@ fn routed_case(random: &mut Random, round: usize, blocks: u32) -> (Case, bool) {
     let few = random.flip();
     push_routes(&mut case, random, [rows, experts, chosen], few);
     // On tensor cores both alike.
-    let fewer = [None, Some(DType::Q8), Some(DType::Q4), Some(DType::Mx4)][random.below(4) as usize];
+    let fewer = [None, Some(DType::Q8), Some(DType::Q4), Some(DType::Mx4), Some(DType::Int4)][random.below(5) as usize];
     let push = |case: &mut Case, random: &mut Random| match fewer {
         Some(dtype) => case.push_packed(random, dtype, &[experts, n, k]),
         None => {

@@ -125,7 +125,7 @@ impl Tensor {
         unsafe {
             match self.dtype {
                 Q8 => Eight::element_of(Q8, self.packed_row([at[0]]), at[1]),
-                Q4 | MX4 => Four::element_of(self.dtype, self.packed_row([at[0]]), at[1]),
+                Q4 | MX4 | INT4 => Four::element_of(self.dtype, self.packed_row([at[0]]), at[1]),
                 _ => self.get(at),
             }
         }
@@ -220,7 +220,7 @@ impl Row {
         unsafe {
             match self.dtype {
                 Q8 => Eight::element_of(Q8, self.base, i),
-                Q4 | MX4 => Four::element_of(self.dtype, self.base, i),
+                Q4 | MX4 | INT4 => Four::element_of(self.dtype, self.base, i),
                 _ => self.get(i),
             }
         }
@@ -495,6 +495,7 @@ const F16: u16 = DType::F16 as u16;
 pub(crate) const Q8: u16 = DType::Q8 as u16;
 pub(crate) const Q4: u16 = DType::Q4 as u16;
 pub(crate) const MX4: u16 = DType::Mx4 as u16;
+pub(crate) const INT4: u16 = DType::Int4 as u16;
 
 // Where `Tensor::of_turn` finds it.
 const _: () = assert!(core::mem::offset_of!(perpetua_shared::Operand, is_flagged) == 15);

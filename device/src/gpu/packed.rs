@@ -2,10 +2,12 @@
 //! scale lie, and what a word of them holds.
 
 use super::math::bytes_less;
-use super::{MX4, Q4, Q8};
+use super::{INT4, MX4, Q4, Q8};
 use crate::arch::memory;
 use crate::arch::scalar::permute;
-use perpetua_shared::dtype::{self, Lines, MX4_LEVELS, Q4_BLOCK, Q4_LEVELS};
+use core::fmt::Debug;
+use core::marker::PhantomData;
+use perpetua_shared::dtype::{self, INT4_LEVELS, Lines, MX4_LEVELS, Q4_BLOCK, Q4_LEVELS};
 
 /// Bytes of a line.
 pub(crate) const LINE: u32 = 64;
@@ -118,17 +120,47 @@ impl Packed for Eight {
 }
 
 /// Weights in 4 bits, laid out as [`dtype::Q4`] says: the lowest 64 elements of a line in the low halves of its bytes,
-/// the others in the high ones.
+/// the others in the high ones. What their numbers stand for, `N` says.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Four;
+pub(crate) struct Fours<N>(PhantomData<N>);
+
+/// Those of any type, whose levels a table has.
+pub(crate) type Four = Fours<InTable>;
+
+/// Those of [`INT4`], which are numbers themselves: nothing is looked up.
+pub(crate) type Nibbles = Fours<Plain>;
 
 /// Elements of a line.
 pub(crate) const FOUR_ELEMS: u32 = dtype::Q4.elems as u32;
 
 const _: () = assert!(FOUR_ELEMS == 2 * LINE && Q4_BLOCK == 32, "two a byte, four scales a line");
 
-/// What levels are raised by: so many that none has its highest bit set, whatever it is.
-pub(crate) const RAISED: i8 = 64;
+/// What numbers of four bits stand for.
+pub(crate) trait Numbering: LookedUp + Debug {
+    /// What levels are raised by: so many that none is below zero.
+    const RAISED: i8;
+
+    /// The type whose rows are multiplied [where they lie](super::thin), and its table.
+    const DTYPE: u16;
+    const OWN: Self::Table;
+
+    /// The levels in the low halves of eight bytes, and in the high ones, as bytes, [raised](Numbering::RAISED), in the
+    /// [order](Numbering::in_order) of these.
+    fn raised(table: Self::Table, bytes: (u32, u32)) -> ((u32, u32), (u32, u32));
+
+    /// The eight elements of that order.
+    fn in_order(eight: [f32; 8]) -> [[f32; 4]; 2];
+
+    /// The levels in eight bytes, of their low halves or, where `shift` is 4, the high ones, each word's own.
+    fn of_half(table: Self::Table, bytes: (u32, u32), shift: u32) -> (u32, u32);
+}
+
+/// Levels of a [table](LevelTable): so many more that none has its highest bit set, whatever it is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct InTable;
+
+/// What levels are raised by in a table.
+const RAISED: i8 = 64;
 
 /// The sixteen levels of a type in 4 bits, [raised](RAISED), by fours: a byte each.
 #[derive(Clone, Copy, Debug)]
@@ -147,15 +179,15 @@ impl LevelTable {
         LevelTable(fours)
     }
 
-    /// [`perpetua_shared::DType::Q4`]'s.
-    pub(crate) const OF_Q4: LevelTable = LevelTable::new(Q4_LEVELS);
+    const OF_Q4: LevelTable = LevelTable::new(Q4_LEVELS);
     const OF_MX4: LevelTable = LevelTable::new(MX4_LEVELS);
+    const OF_INT4: LevelTable = LevelTable::new(INT4_LEVELS);
 }
 
 /// The low halves of bytes.
 const LOW: u32 = 0x0f0f_0f0f;
 
-impl Four {
+impl InTable {
     /// The levels of the eight numbers that a word is, four bits each, as bytes, [raised](RAISED): those of its low
     /// half first.
     fn levels(LevelTable([a, b, c, d]): LevelTable, numbers: u32) -> (u32, u32) {
@@ -165,34 +197,97 @@ impl Four {
         let four = |shift: u32| permute(a, b, numbers >> shift) | permute(c, d, beyond >> shift);
         (four(0), four(16))
     }
-
-    /// The levels in the low halves of eight bytes, and in the high ones, as bytes, [raised](RAISED): of the first and
-    /// the second byte of either word in turn, then of the third and the fourth.
-    pub(crate) fn raised(table: LevelTable, (first, second): (u32, u32)) -> ((u32, u32), (u32, u32)) {
-        let low = first & LOW | second << 4 & !LOW;
-        let high = first >> 4 & LOW | second & !LOW;
-        (Self::levels(table, low), Self::levels(table, high))
-    }
 }
 
-impl LookedUp for Four {
+impl LookedUp for InTable {
     type Table = LevelTable;
 
     fn table(dtype: u16) -> LevelTable {
         let (LevelTable([a, b, c, d]), LevelTable([e, f, g, h])) = (LevelTable::OF_MX4, LevelTable::OF_Q4);
-        // Word by word: of two tables one would be found in memory.
-        let word = |mx4: u32, q4: u32| if dtype == MX4 { mx4 } else { q4 };
-        LevelTable([word(a, e), word(b, f), word(c, g), word(d, h)])
+        let LevelTable([i, j, k, l]) = LevelTable::OF_INT4;
+        // Word by word: of several tables one would be found in memory.
+        let word = |mx4: u32, q4: u32, int4: u32| {
+            let other = if dtype == INT4 { int4 } else { q4 };
+            if dtype == MX4 { mx4 } else { other }
+        };
+        LevelTable([word(a, e, i), word(b, f, j), word(c, g, k), word(d, h, l)])
     }
 
     fn is_of(dtype: u16) -> bool {
-        dtype == Q4 || dtype == MX4
+        dtype == Q4 || dtype == MX4 || dtype == INT4
     }
 }
 
-impl Packed for Four {
+impl Numbering for InTable {
+    const RAISED: i8 = RAISED;
+    const DTYPE: u16 = Q4;
+    const OWN: LevelTable = LevelTable::OF_Q4;
+
+    /// Of the first and the second byte of either word in turn, then of the third and the fourth.
+    fn raised(table: LevelTable, (first, second): (u32, u32)) -> ((u32, u32), (u32, u32)) {
+        let low = first & LOW | second << 4 & !LOW;
+        let high = first >> 4 & LOW | second & !LOW;
+        (Self::levels(table, low), Self::levels(table, high))
+    }
+
+    fn in_order([a, b, c, d, e, f, g, h]: [f32; 8]) -> [[f32; 4]; 2] {
+        [[a, e, b, f], [c, g, d, h]]
+    }
+
+    fn of_half(table: LevelTable, (first, second): (u32, u32), shift: u32) -> (u32, u32) {
+        let (one, other) = Self::levels(table, first >> shift & LOW | second >> shift << 4 & !LOW);
+        // Each word's own, out of both in turn.
+        (permute(one, other, 0x6420), permute(one, other, 0x7531))
+    }
+}
+
+/// Numbers less eight, as they lie.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Plain;
+
+impl LookedUp for Plain {
+    type Table = ();
+
+    fn table(_: u16) {}
+
+    fn is_of(dtype: u16) -> bool {
+        dtype == INT4
+    }
+}
+
+impl Numbering for Plain {
+    const RAISED: i8 = 8;
+    const DTYPE: u16 = INT4;
+    const OWN: () = ();
+
+    fn raised((): (), (first, second): (u32, u32)) -> ((u32, u32), (u32, u32)) {
+        ((first & LOW, second & LOW), (first >> 4 & LOW, second >> 4 & LOW))
+    }
+
+    fn in_order([a, b, c, d, e, f, g, h]: [f32; 8]) -> [[f32; 4]; 2] {
+        [[a, b, c, d], [e, f, g, h]]
+    }
+
+    fn of_half((): (), (first, second): (u32, u32), shift: u32) -> (u32, u32) {
+        (first >> shift & LOW, second >> shift & LOW)
+    }
+}
+
+impl<N: Numbering> LookedUp for Fours<N> {
+    type Table = N::Table;
+
+    fn table(dtype: u16) -> N::Table {
+        N::table(dtype)
+    }
+
+    fn is_of(dtype: u16) -> bool {
+        N::is_of(dtype)
+    }
+}
+
+impl<N: Numbering> Packed for Fours<N> {
     const LINES: Lines = dtype::Q4;
-    const MORE: f32 = RAISED as f32;
+    const MORE: f32 = N::RAISED as f32;
     const STRETCHES: u32 = 2;
 
     fn stretch(unit: u32, which: u32) -> u32 {
@@ -208,11 +303,8 @@ impl Packed for Four {
         f32::from_bits(if at.is_multiple_of(4) { word << 16 } else { word & 0xffff_0000 })
     }
 
-    fn eight(table: LevelTable, (first, second): (u32, u32), i: u32) -> (u32, u32) {
-        let shift = i / LINE % 2 * 4;
-        let (one, other) = Self::levels(table, first >> shift & LOW | second >> shift << 4 & !LOW);
-        // Each word's own, out of both in turn.
-        (permute(one, other, 0x6420), permute(one, other, 0x7531))
+    fn eight(table: N::Table, bytes: (u32, u32), i: u32) -> (u32, u32) {
+        N::of_half(table, bytes, i / LINE % 2 * 4)
     }
 }
 
@@ -233,7 +325,9 @@ mod tests {
     fn lines_are_where_their_type_says() {
         lines_are_of::<Eight>(dtype::Q8);
         lines_are_of::<Four>(dtype::Q4);
-        assert!(Four::is_of(Q4) && Four::is_of(MX4) && !Four::is_of(Q8) && Eight::is_of(Q8) && !Eight::is_of(MX4));
+        assert!(
+            [Q4, MX4, INT4].into_iter().all(Four::is_of) && !Four::is_of(Q8) && Eight::is_of(Q8) && !Eight::is_of(MX4)
+        );
         for i in 0..5000 {
             let (byte, shift, scale) = q4_at(i);
             let (found_byte, found_scale) = Four::element(i as u32);
@@ -264,35 +358,40 @@ mod tests {
     fn stretches_are_rows() {
         stretches_are_a_row::<Eight>();
         stretches_are_a_row::<Four>();
+        stretches_are_a_row::<Nibbles>();
     }
 
     /// All numbers beside all others, in every place.
     #[test]
     fn levels_are_those_of_their_numbers() {
-        for (byte, (dtype, levels)) in (0..=255u8).flat_map(|byte| [(byte, (Q4, Q4_LEVELS)), (byte, (MX4, MX4_LEVELS))])
-        {
-            let table = Four::table(dtype);
-            for at in 0..8 {
-                let mut bytes: [u8; 8] = core::array::from_fn(|i| (i as u8).wrapping_mul(37) ^ byte.rotate_left(3));
-                bytes[at] = byte;
-                let word = |from: usize| u32::from_le_bytes(core::array::from_fn(|i| bytes[from + i]));
-                let words = (word(0), word(4));
-                let level = |i: usize, shift: u32| levels[usize::from(bytes[i] >> shift & 15)];
-                for (shift, i) in [(0, 256), (4, 64)] {
-                    let (one, other) = Four::eight(table, words, i);
-                    let found: Vec<f32> =
-                        [one, other].into_iter().flat_map(|bytes| bytes_less(bytes, Four::MORE)).collect();
-                    assert_eq!(found, core::array::from_fn::<f32, 8, _>(|i| f32::from(level(i, shift))));
-                    let inside = i + at as u32;
-                    let one = Four::one(table, if at < 4 { words.0 } else { words.1 }, inside);
-                    assert_eq!(one, f32::from(level(at, shift)));
-                }
-                let (low, high) = Four::raised(table, words);
-                for ((one, other), shift) in [(low, 0), (high, 4)] {
-                    let found = [one, other].map(|word| word.to_le_bytes().map(|byte| byte as i8));
-                    let expected = [[0, 4, 1, 5], [2, 6, 3, 7]].map(|four| four.map(|i| level(i, shift) + RAISED));
-                    assert_eq!(found, expected);
-                }
+        for (dtype, levels) in [(Q4, Q4_LEVELS), (MX4, MX4_LEVELS), (INT4, INT4_LEVELS)] {
+            levels_are_of::<InTable>(dtype, levels);
+        }
+        levels_are_of::<Plain>(INT4, INT4_LEVELS);
+    }
+
+    fn levels_are_of<N: Numbering>(dtype: u16, levels: [i8; 16]) {
+        let table = N::table(dtype);
+        for (byte, at) in (0..=255u8).flat_map(|byte| (0..8).map(move |at| (byte, at))) {
+            let mut bytes: [u8; 8] = core::array::from_fn(|i| (i as u8).wrapping_mul(37) ^ byte.rotate_left(3));
+            bytes[at] = byte;
+            let word = |from: usize| u32::from_le_bytes(core::array::from_fn(|i| bytes[from + i]));
+            let words = (word(0), word(4));
+            let level = |i: usize, shift: u32| levels[usize::from(bytes[i] >> shift & 15)];
+            for (shift, i) in [(0, 256), (4, 64)] {
+                let (one, other) = Fours::<N>::eight(table, words, i);
+                let found: Vec<f32> =
+                    [one, other].into_iter().flat_map(|bytes| bytes_less(bytes, Fours::<N>::MORE)).collect();
+                assert_eq!(found, core::array::from_fn::<f32, 8, _>(|i| f32::from(level(i, shift))));
+                let inside = i + at as u32;
+                let one = Fours::<N>::one(table, if at < 4 { words.0 } else { words.1 }, inside);
+                assert_eq!(one, f32::from(level(at, shift)));
+            }
+            let (low, high) = N::raised(table, words);
+            let order = N::in_order(core::array::from_fn(|i| i as f32)).map(|four| four.map(|i| i as usize));
+            for ((one, other), shift) in [(low, 0), (high, 4)] {
+                let found = [one, other].map(|word| word.to_le_bytes().map(|byte| byte as i8));
+                assert_eq!(found, order.map(|four| four.map(|i| level(i, shift) + N::RAISED)));
             }
         }
     }

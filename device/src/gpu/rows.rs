@@ -9,7 +9,7 @@ use super::math::{bytes_less, rsqrt};
 use super::packed::{Eight, Four, LookedUp, Packed};
 use super::thin::First;
 use super::tiles::{Tile, Tiles};
-use super::{BF16, Call, F16, F32, MX4, Q4, Q8, Row, Tensor};
+use super::{BF16, Call, F16, F32, INT4, MX4, Q4, Q8, Row, Tensor};
 use crate::arch::scalar::{f16_to_f32, fma};
 use crate::arch::{WARP, bulk, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
@@ -376,7 +376,7 @@ pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u
             let staged = Staged(STAGE);
             let [sum] = match types.0 {
                 Q8 => [in_fewer_bits::<Eight>(&x, staged, w, n, lane)],
-                Q4 | MX4 => [in_fewer_bits::<Four>(&x, staged, w, n, lane)],
+                Q4 | MX4 | INT4 => [in_fewer_bits::<Four>(&x, staged, w, n, lane)],
                 BF16 => typed::<Brain, _, 1>(&x, staged, w, n, lane),
                 F16 => typed::<Half, _, 1>(&x, staged, w, n, lane),
                 _ => typed::<Single, _, 1>(&x, staged, w, n, lane),
@@ -388,10 +388,10 @@ pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u
                 _ if is_flagged::<R>(&x) => one_by_one::<R>(&x, w, n, lane),
                 (Q8, F32) if R == 1 => [in_fewer_bits::<Eight>(&x, Global::<Single, 1>::new(&x, 0), w, n, lane); R],
                 (Q8, BF16) if R == 1 => [in_fewer_bits::<Eight>(&x, Global::<Brain, 1>::new(&x, 0), w, n, lane); R],
-                (Q4 | MX4, F32) if R == 1 => {
+                (Q4 | MX4 | INT4, F32) if R == 1 => {
                     [in_fewer_bits::<Four>(&x, Global::<Single, 1>::new(&x, 0), w, n, lane); R]
                 }
-                (Q4 | MX4, BF16) if R == 1 => {
+                (Q4 | MX4 | INT4, BF16) if R == 1 => {
                     [in_fewer_bits::<Four>(&x, Global::<Brain, 1>::new(&x, 0), w, n, lane); R]
                 }
                 (BF16, F32) => typed::<Brain, _, R>(&x, Global::<Single, R>::new(&x, 0), w, n, lane),
@@ -810,7 +810,7 @@ pub(crate) unsafe fn tiled<const N: usize>(
         // Of weights in fewer bits a row is its bytes, of which a tile never has a part.
         let (k, elem) = match w.dtype() {
             Q8 => (Eight::row_bytes(w.extent(1)), 1),
-            Q4 | MX4 => (Four::row_bytes(w.extent(1)), 1),
+            Q4 | MX4 | INT4 => (Four::row_bytes(w.extent(1)), 1),
             F32 => (w.extent(1), 4),
             _ => (w.extent(1), 2),
         };

@@ -18,7 +18,7 @@
 
 use super::math::bytes_less;
 use super::packed::{Eight, Four, Packed};
-use super::{BF16, Call, F32, MX4, Q4, Q8, Tensor};
+use super::{BF16, Call, F32, INT4, MX4, Q4, Q8, Tensor};
 use crate::arch::scalar::{f32_to_bf16, f32_to_bf16_pair};
 use crate::arch::{WARP, each_of_four, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
@@ -180,7 +180,7 @@ impl Fetched {
                 fetched.w[1] = match w.dtype() {
                     _ if !is_w => [0; 4],
                     Q8 => packed_of::<Eight>(&w, n, at),
-                    Q4 | MX4 => packed_of::<Four>(&w, n, at),
+                    Q4 | MX4 | INT4 => packed_of::<Four>(&w, n, at),
                     _ => bits_of(&w, n, at, place.k),
                 };
                 unit += block.threads;

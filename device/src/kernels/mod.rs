@@ -519,7 +519,8 @@ pub(crate) mod rules {
         let [rows, k, ..] = operand.extent;
         let are = |dtype: DType| weights.iter().all(|w| w.dtype() == Some(dtype));
         let is_whole_of = |dtype: DType, unit: u32| are(dtype) && k.is_multiple_of(unit);
-        let is_whole = is_whole_of(DType::Bf16, 8) || is_whole_of(DType::Q8, 64) || is_whole_of(DType::Q4, 128);
+        let is_four = is_whole_of(DType::Q4, 128) || is_whole_of(DType::Int4, 128);
+        let is_whole = is_whole_of(DType::Bf16, 8) || is_whole_of(DType::Q8, 64) || is_four;
         let most = if is_whole { most } else { super::MAX_NORMED };
         if operand.is_flagged == 0 || rows == 1 && k <= most {
             return Ok(());

@@ -11,14 +11,17 @@
 //! NVFP4             weight or weight_packed [n, k / 2], E2M1, the lower half first; weight_scale [n, k / 16] in E4M3, and one of all
 //! ```
 //!
-//! An element of the first five is its number less its group's zero, times the group's scale. Where such differences fit
-//! a byte and groups are whole blocks of 64, the network reads them in [`DType::Q8`], which has these very numbers:
-//! nothing is rounded (but a scale in f32, to 17 bits). Else, and for numbers that stand for others, it reads the
-//! nearest ones of bf16, as `transformers` does.
+//! An element of the first five is its number less its group's zero, times the group's scale. The network reads
+//!
+//! - numbers of four bits whose zeros are all in the middle in [`DType::Int4`], where groups are whole blocks of 32: these
+//!   very numbers, and scales that are rounded to bf16;
+//! - other differences that fit a byte in [`DType::Q8`], where groups are whole blocks of 64: nothing is rounded, but a
+//!   scale in f32, to 17 bits;
+//! - else, and for numbers that stand for others, the nearest ones of bf16, as `transformers` does.
 
 use half::bf16;
 use perpetua_shared::DType;
-use perpetua_shared::dtype::Q8;
+use perpetua_shared::dtype::{Q4_BLOCK, Q8, q4_at};
 use safetensors::tensor::Dtype as FileDtype;
 use serde_json::Value;
 
@@ -82,6 +85,20 @@ enum Packing {
     Bytes,
 }
 
+impl Packing {
+    /// Number `r` of a row of words, each plus `add`, where words go across the rows of a matrix.
+    fn across(self, row: &[u8], r: usize, add: u32) -> u32 {
+        let (bits, at) = match self {
+            Packing::Columns { bits } => (bits, r % (32 / bits as usize)),
+            // Where the order has it.
+            Packing::Awq => (4, [0, 4, 1, 5, 2, 6, 3, 7][r % 8]),
+            Packing::Rows { .. } | Packing::Bytes => unreachable!("their words do not"),
+        };
+        let word = word(&row[r / (32 / bits as usize) * 4..]).wrapping_add(add);
+        word >> (bits * at as u32) & ((1 << bits) - 1)
+    }
+}
+
 /// What is taken off numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Zeros {
@@ -110,7 +127,7 @@ const SCALES: usize = 1;
 pub(super) type Find<'w> = dyn Fn(&str) -> Option<Found<'w>> + 'w;
 
 /// The matrix called `name`, of this shape, if files have it in few bits. One that `stays` is read as it is, and may be
-/// in [`DType::Q8`].
+/// in [`DType::Int4`] or [`DType::Q8`].
 ///
 /// # Errors
 /// What is missing beside its numbers, or does not fit them.
@@ -136,29 +153,36 @@ pub(super) fn remade(
     // What the files call it, which may have a prefix.
     let stem = first.name.strip_suffix(packs).unwrap_or_else(|| unreachable!("that was looked for"));
     let mut sources = Sources { stem, find, all: Vec::new(), first };
-    let (numbers, rest) = match (packs, first.dtype) {
+    let (numbers, dtype) = match (packs, first.dtype) {
         ("qweight", _) => sources.of_words(stored, [n, k])?,
         (_, FileDtype::I32) => sources.of_rows(stored, [n, k])?,
         ("weight", FileDtype::I8) => sources.of_bytes(stored, [n, k])?,
         _ if has("weight.absmax") => sources.of_codes([n, k])?,
         _ => sources.of_nvfp4([n, k])?,
     };
-    let dtype = if stays && rest == Rest::InBlocks { DType::Q8 } else { DType::Bf16 };
+    let dtype = if stays { dtype } else { DType::Bf16 };
     let of = Origin::Integers(Box::new(Integers { sources: sources.all, numbers, dtype }));
     Ok(Some(Remade { name: format!("{stem}weight"), shape: shape.to_owned(), of, matrices: 1 }))
 }
 
-/// Whether numbers less their zeros are bytes with a scale for whole blocks of [`DType::Q8`].
+/// What numbers less their zeros are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Rest {
-    InBlocks,
+    /// From -8 to 7: the zeros of numbers of four bits are in the middle.
+    Fours,
+    Bytes,
     Other,
 }
 
 impl Rest {
-    fn of(group: usize, k: usize, order: Option<usize>, are_bytes: bool) -> Rest {
-        let are_whole = order.is_none() && (group >= k || group.is_multiple_of(Q8.elems));
-        if are_whole && are_bytes { Rest::InBlocks } else { Rest::Other }
+    /// What they are made in, in rows of `k` in groups of so many.
+    fn dtype(self, group: usize, k: usize, order: Option<usize>) -> DType {
+        let are_whole = |block: usize| order.is_none() && (group >= k || group.is_multiple_of(block));
+        match self {
+            Rest::Fours if are_whole(Q4_BLOCK) => DType::Int4,
+            Rest::Fours | Rest::Bytes if are_whole(Q8.elems) => DType::Q8,
+            _ => DType::Bf16,
+        }
     }
 }
 
@@ -228,7 +252,7 @@ impl<'w> Sources<'_, 'w> {
     }
 
     /// GPTQ's and AWQ's.
-    fn of_words(&mut self, stored: Stored, [n, k]: [usize; 2]) -> Result<(Numbers, Rest), ModelError> {
+    fn of_words(&mut self, stored: Stored, [n, k]: [usize; 2]) -> Result<(Numbers, DType), ModelError> {
         let first = self.first.shape;
         let (packing, bits, group, are_less) = match stored {
             Stored::Awq { group } => (Packing::Awq, 4, group, false),
@@ -254,16 +278,20 @@ impl<'w> Sources<'_, 'w> {
         // One in each number of a word.
         let ones = u32::MAX / ((1u32 << bits) - 1);
         // Of differences of eight bits only those from the middle are bytes.
-        let middle = 0x80 - u8::from(are_less);
-        let of_row = |row: &[u8]| row.iter().take(n).all(|byte| *byte == middle);
-        let are_bytes = bits < 8 || zeros.bytes.chunks_exact(zeros.bytes.len() / groups).all(of_row);
-        let zeros = Zeros::Packed { at, add: if are_less { ones } else { 0 } };
-        let numbers = Numbers::Groups { packing, group, zeros, order, divisor: 1.0 };
-        Ok((numbers, Rest::of(group, k, order, are_bytes)))
+        let (add, middle) = (if are_less { ones } else { 0 }, 1 << (bits - 1));
+        let of_row = |row: &[u8]| (0..n).all(|r| packing.across(row, r, add) == middle);
+        let are_in_middle = zeros.bytes.chunks_exact(zeros.bytes.len() / groups).all(of_row);
+        let rest = match bits {
+            4 if are_in_middle => Rest::Fours,
+            8 if !are_in_middle => Rest::Other,
+            _ => Rest::Bytes,
+        };
+        let numbers = Numbers::Groups { packing, group, zeros: Zeros::Packed { at, add }, order, divisor: 1.0 };
+        Ok((numbers, rest.dtype(group, k, order)))
     }
 
     /// compressed-tensors', in words.
-    fn of_rows(&mut self, stored: Stored, [n, k]: [usize; 2]) -> Result<(Numbers, Rest), ModelError> {
+    fn of_rows(&mut self, stored: Stored, [n, k]: [usize; 2]) -> Result<(Numbers, DType), ModelError> {
         let first = self.first.shape;
         let bits = [4, 8, 2].into_iter().find(|bits| first == [n, k.div_ceil(32 / bits)]).unwrap_or(4);
         let in_word = 32 / bits;
@@ -289,8 +317,12 @@ impl<'w> Sources<'_, 'w> {
         }
         let numbers =
             Numbers::Groups { packing: Packing::Rows { bits: bits as u32 }, group, zeros, order, divisor: 1.0 };
-        let are_bytes = bits < 8 || matches!(zeros, Zeros::One(_));
-        Ok((numbers, Rest::of(group, k, order, are_bytes)))
+        let rest = match (bits, zeros) {
+            (4, Zeros::One(_)) => Rest::Fours,
+            (8, Zeros::Bytes { .. } | Zeros::Packed { .. }) => Rest::Other,
+            _ => Rest::Bytes,
+        };
+        Ok((numbers, rest.dtype(group, k, order)))
     }
 
     fn scales_of_rows(&mut self, stored: Stored, [n, k]: [usize; 2]) -> Result<usize, ModelError> {
@@ -305,7 +337,7 @@ impl<'w> Sources<'_, 'w> {
     }
 
     /// Bytes: compressed-tensors', or those of bitsandbytes.
-    fn of_bytes(&mut self, stored: Stored, [n, k]: [usize; 2]) -> Result<(Numbers, Rest), ModelError> {
+    fn of_bytes(&mut self, stored: Stored, [n, k]: [usize; 2]) -> Result<(Numbers, DType), ModelError> {
         let (_, first) = self.need("weight")?;
         shaped(first, &[n, k])?;
         let packing = Packing::Bytes;
@@ -313,7 +345,7 @@ impl<'w> Sources<'_, 'w> {
             let group = self.scales("SCB", None, k, |_| vec![n], |_| Some(1))?;
             self.maybe("weight_format");
             let numbers = Numbers::Groups { packing, group, zeros: Zeros::One(0), order: None, divisor: 127.0 };
-            return Ok((numbers, Rest::InBlocks));
+            return Ok((numbers, DType::Q8));
         }
         let group = self.scales_of_rows(stored, [n, k])?;
         let zeros = match self.maybe("weight_zero_point") {
@@ -325,7 +357,8 @@ impl<'w> Sources<'_, 'w> {
             }
         };
         let numbers = Numbers::Groups { packing, group, zeros, order: None, divisor: 1.0 };
-        Ok((numbers, Rest::of(group, k, None, zeros == Zeros::One(0))))
+        let rest = if zeros == Zeros::One(0) { Rest::Bytes } else { Rest::Other };
+        Ok((numbers, rest.dtype(group, k, None)))
     }
 
     /// In which group each column is, where they do not follow each other.
@@ -344,7 +377,7 @@ impl<'w> Sources<'_, 'w> {
     }
 
     /// Four bits of bitsandbytes.
-    fn of_codes(&mut self, [n, k]: [usize; 2]) -> Result<(Numbers, Rest), ModelError> {
+    fn of_codes(&mut self, [n, k]: [usize; 2]) -> Result<(Numbers, DType), ModelError> {
         let (_, first) = self.need("weight")?;
         let bytes = (n * k).div_ceil(2);
         if first.shape.iter().product::<usize>() != bytes {
@@ -386,10 +419,10 @@ impl<'w> Sources<'_, 'w> {
             typed(absmax, FileDtype::F32)?;
             None
         };
-        Ok((Numbers::Codes { codes, block, nested }, Rest::Other))
+        Ok((Numbers::Codes { codes, block, nested }, DType::Bf16))
     }
 
-    fn of_nvfp4(&mut self, [n, k]: [usize; 2]) -> Result<(Numbers, Rest), ModelError> {
+    fn of_nvfp4(&mut self, [n, k]: [usize; 2]) -> Result<(Numbers, DType), ModelError> {
         // ModelOpt's have a number to multiply scales with, compressed-tensors' one to divide them by.
         let (divides, suffix, of_all) = match self.first.name.ends_with("weight_packed") {
             true => (true, "weight_packed", "weight_global_scale"),
@@ -406,7 +439,7 @@ impl<'w> Sources<'_, 'w> {
         if one.shape.iter().any(|n| *n != 1) {
             shaped(one, &[1])?;
         }
-        Ok((Numbers::Nvfp4 { divides }, Rest::Other))
+        Ok((Numbers::Nvfp4 { divides }, DType::Bf16))
     }
 }
 
@@ -540,6 +573,7 @@ impl Groups<'_> {
             self.numbers(first, rows, &mut numbers);
             for ((r, out), numbers) in (first..).zip(out.chunks_exact_mut(row_bytes)).zip(numbers.chunks_exact_mut(k)) {
                 match dtype {
+                    DType::Int4 => self.in_fours(r, numbers, out)?,
                     DType::Q8 => self.in_blocks(r, numbers, out)?,
                     _ => self.in_bf16(r, numbers, out)?,
                 }
@@ -601,20 +635,14 @@ impl Groups<'_> {
             Zeros::One(zero) => zero,
             Zeros::Bytes { more, .. } => i16::from(bytes[r * groups + group] as i8) + more,
             Zeros::Packed { add, .. } => {
-                let words = |at: usize| word(&bytes[4 * at..]).wrapping_add(add);
+                let row = |words: usize| &bytes[4 * group * words..];
                 let number = match self.packing {
-                    Packing::Columns { bits } => {
-                        let in_word = 32 / bits as usize;
-                        words(group * n.div_ceil(in_word) + r / in_word) >> (bits * (r % in_word) as u32)
-                            & ((1 << bits) - 1)
-                    }
-                    Packing::Awq => {
-                        let at = AWQ_ORDER.into_iter().position(|of| of == r % 8).unwrap_or(0);
-                        words(group * n.div_ceil(8) + r / 8) >> (4 * at) & 15
-                    }
+                    Packing::Columns { bits } => self.packing.across(row(n.div_ceil(32 / bits as usize)), r, add),
+                    Packing::Awq => self.packing.across(row(n.div_ceil(8)), r, add),
                     Packing::Rows { bits } => {
                         let in_word = 32 / bits as usize;
-                        words(r / in_word * groups + group) >> (bits * (r % in_word) as u32) & ((1 << bits) - 1)
+                        let word = word(&bytes[4 * (r / in_word * groups + group)..]);
+                        word >> (bits * (r % in_word) as u32) & ((1 << bits) - 1)
                     }
                     Packing::Bytes => unreachable!("bytes have bytes"),
                 };
@@ -651,6 +679,24 @@ impl Groups<'_> {
         Ok(())
     }
 
+    /// Row `r` as [`DType::Int4`] has it.
+    fn in_fours(&self, r: usize, numbers: &[i16], out: &mut [u8]) -> Result<(), [usize; 2]> {
+        for (group, numbers) in numbers.chunks(self.group).enumerate() {
+            let (scale, first) = (bf16::from_f32(self.scale(r, group)), group * self.group);
+            // The largest product is.
+            if !(scale.to_f32() * 8.0).is_finite() {
+                return Err([r, first]);
+            }
+            for (at, numbers) in (first..).step_by(Q4_BLOCK).zip(numbers.chunks(Q4_BLOCK)) {
+                // Neighbours are, all in one half of their bytes.
+                let (byte, shift, scale_at) = q4_at(at);
+                out[byte..].iter_mut().zip(numbers).for_each(|(out, number)| *out |= (*number as u8) << shift);
+                out[scale_at..][..2].copy_from_slice(&scale.to_le_bytes());
+            }
+        }
+        Ok(())
+    }
+
     fn in_bf16(&self, r: usize, numbers: &[i16], out: &mut [u8]) -> Result<(), [usize; 2]> {
         let groups = self.shape[1].div_ceil(self.group);
         let of: Vec<(i16, f32)> = (0..groups).map(|group| (self.zero(r, group), self.scale(r, group))).collect();
@@ -672,6 +718,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use half::f16;
+    use perpetua_shared::dtype::Q4;
     use rand::rngs::SmallRng;
     use rand::{Rng, SeedableRng};
 
@@ -719,6 +766,12 @@ mod tests {
                     let [at, scale] = Q8.at(c / Q8.elems);
                     let scale = f32::from_bits(word(&row[scale..]));
                     f32::from(row[at + c % Q8.elems] as i8) * scale
+                }
+                DType::Int4 => {
+                    let row = &bytes[r * Q4.row_bytes(k)..];
+                    let (byte, shift, scale) = q4_at(c);
+                    let number = i32::from(row[byte] >> shift & 15) - 8;
+                    number as f32 * bf16::from_le_bytes([row[scale], row[scale + 1]]).to_f32()
                 }
                 _ => bf16::from_bits(u16::from_le_bytes([bytes[2 * (r * k + c)], bytes[2 * (r * k + c) + 1]])).to_f32(),
             };
@@ -778,7 +831,14 @@ mod tests {
             let k = self.shape[1];
             for (at, found) in made.into_iter().enumerate() {
                 let exact = self.element(at / k, at % k);
-                let expected = if dtype == DType::Q8 { exact } else { bf16::from_f32(exact).to_f32() };
+                let expected = match dtype {
+                    DType::Q8 => exact,
+                    DType::Int4 => {
+                        let scale = self.scales[at / k * self.groups() + self.order[at % k]];
+                        (self.numbers[at] as f32 - 8.0) * bf16::from_f32(scale).to_f32()
+                    }
+                    _ => bf16::from_f32(exact).to_f32(),
+                };
                 assert_eq!(found, expected, "{what}: element [{}, {}]", at / k, at % k);
             }
         }
@@ -895,6 +955,42 @@ mod tests {
         }
         let of = Random::new(&mut random, [9, 256], 64, 4, false);
         of.judge(of.gptq(4, true).made([9, 256], GPTQ, true), DType::Bf16, "groups in another order");
+    }
+
+    /// Of zeros in the middle scales alone are rounded.
+    #[test]
+    fn numbers_of_four_bits_are_kept_where_zeros_are_in_the_middle() {
+        let mut random = SmallRng::seed_from_u64(15);
+        for (shape, group) in SHAPES.into_iter().flat_map(|shape| [(shape, 16), (shape, 32), (shape, 96), (shape, 500)])
+        {
+            let mut of = Random::new(&mut random, shape, group.min(shape[1]), 4, true);
+            of.zeros.fill(8);
+            let expected = if group % 32 == 0 || group >= shape[1] { DType::Int4 } else { DType::Bf16 };
+            for zeros_less_one in [false, true] {
+                let stored = Stored::Gptq { bits: 4, group: Some(of.group), zeros_less_one };
+                let files = of.gptq(4, zeros_less_one);
+                of.judge(files.made(shape, stored, true), expected, &format!("GPTQ, {shape:?} by {group}"));
+                of.judge(files.made(shape, stored, false), DType::Bf16, "what others are made of");
+            }
+            of.judge(of.awq().made(shape, Stored::Awq { group: Some(of.group) }, true), expected, "AWQ");
+            let mut files = of.rows(4, false);
+            files.0.remove("w.weight_zero_point");
+            let stored = Stored::Compressed { block: None, group: Some(of.group) };
+            of.judge(files.made(shape, stored, true), expected, "rows");
+            // One zero is another.
+            let last = of.zeros.len() - 1;
+            of.zeros[last] = 9;
+            let expected = if group % 64 == 0 || group >= shape[1] { DType::Q8 } else { DType::Bf16 };
+            of.judge(
+                of.gptq(4, true).made(
+                    shape,
+                    Stored::Gptq { bits: 4, group: Some(of.group), zeros_less_one: true },
+                    true,
+                ),
+                expected,
+                "GPTQ, another zero",
+            );
+        }
     }
 
     /// Differences from the middle of eight bits are bytes; all others are not.

@@ -496,7 +496,8 @@ impl Pass<'_> {
         let number_of_task = own.computes[first].task;
         let task = number_of_task as usize;
         let (cost, streamed) = (&self.costs[task], self.streamed[task]);
-        let are_fours = self.reads[task].tiles.iter().any(|stream| stream.operand.dtype() == Some(DType::Q4));
+        let are_fours =
+            self.reads[task].tiles.iter().any(|stream| matches!(stream.operand.dtype(), Some(DType::Q4 | DType::Int4)));
         let rate = if are_fours { machine.fours_per_s } else { machine.tile_bytes_per_s };
         worker.turned_s.push(worker.free_s);
         let read_early = match self.prefetch {

@@ -430,6 +430,13 @@ impl Table for Mx4 {
     const LEVELS: [i8; 16] = dtype::MX4_LEVELS;
 }
 
+/// [`DType::Int4`](perpetua_shared::DType::Int4)'s.
+pub(crate) struct Int4;
+
+impl Table for Int4 {
+    const LEVELS: [i8; 16] = dtype::INT4_LEVELS;
+}
+
 /// By how much.
 #[cfg(target_arch = "x86_64")]
 const UP: i8 = 64;

@@ -11,12 +11,11 @@
 //! different banks: an odd row's line is the other one of a pair, as in other forms, and of every four rows two begin
 //! with the second half of a line.
 //!
-//! Levels come out of their numbers raised by 64 and in the order of [`Four::raised`], which is that of the activations
-//! then. So a block's sum has 64 times its activations too much, and begins with as much less: what the same product
-//! makes of rows of nothing but -64, once for all rows.
+//! Levels come out of their numbers raised ([by 64](super::super::packed::InTable), or 8) and in the order of
+//! [`Numbering::raised`], which is that of the activations then. So a block's sum has so many times its activations too
+//! much, and begins with as much less: what the same product makes of rows of nothing but -64, once for all rows.
 
-use super::super::Q4;
-use super::super::packed::{FOUR_ELEMS, Four, LINE, LevelTable, Packed, RAISED};
+use super::super::packed::{FOUR_ELEMS, Four, Fours, LINE, Numbering, Packed};
 use super::super::tiles::ZEROS;
 use super::afar::{Afar, Numbered, made_numbers, make_numbers};
 use super::form::{CHUNK_BYTES, CHUNK_WORDS, Form};
@@ -45,8 +44,8 @@ pub(crate) struct Levels {
 
 impl Levels {
     /// Those of eight bytes and eight more.
-    fn of(table: LevelTable, first: (u32, u32), second: (u32, u32), scales: (u32, u32)) -> Levels {
-        let (((a, c), (e, g)), ((b, d), (f, h))) = (Four::raised(table, first), Four::raised(table, second));
+    fn of<N: Numbering>(table: N::Table, first: (u32, u32), second: (u32, u32), scales: (u32, u32)) -> Levels {
+        let (((a, c), (e, g)), ((b, d), (f, h))) = (N::raised(table, first), N::raised(table, second));
         Levels { low: [a, b, c, d], high: [e, f, g, h], scales }
     }
 }
@@ -54,9 +53,9 @@ impl Levels {
 impl Levels {
     /// Those of sixteen bytes in a row, unit `unit`, whose line has these scales: each of two words begins with the
     /// unit's.
-    fn of_unit(table: LevelTable, unit: u32, ([a, b, c, d], [s, t]): ([u32; 4], [u32; 2])) -> Levels {
+    fn of_unit<N: Numbering>(table: N::Table, unit: u32, ([a, b, c, d], [s, t]): ([u32; 4], [u32; 2])) -> Levels {
         let shift = unit % 4 / 2 * 16;
-        Levels::of(table, (a, b), (c, d), (s >> shift, t >> shift))
+        Levels::of::<N>(table, (a, b), (c, d), (s >> shift, t >> shift))
     }
 }
 
@@ -76,15 +75,18 @@ fn chunk_at(chunk: u32) -> u32 {
 }
 
 /// Four times as much less as levels are raised by.
-const LESS: u32 = (RAISED as u8).wrapping_neg() as u32 * 0x0101_0101;
-
-/// Eight activations as bytes in the order of [`Four::raised`]: high ones and low ones.
-fn eight_in_bytes([a, b, c, d, e, f, g, h]: [f32; 8], inverse: f32) -> [[u32; 2]; 2] {
-    [in_bytes([a, e, b, f], inverse), in_bytes([c, g, d, h], inverse)]
+const fn less<N: Numbering>() -> u32 {
+    (N::RAISED as u8).wrapping_neg() as u32 * 0x0101_0101
 }
 
-impl Form for Four {
-    const DTYPE: u16 = Q4;
+/// Eight activations as bytes in the order of [`Numbering::raised`]: high ones and low ones.
+fn eight_in_bytes<N: Numbering>(eight: [f32; 8], inverse: f32) -> [[u32; 2]; 2] {
+    let [one, other] = N::in_order(eight);
+    [in_bytes(one, inverse), in_bytes(other, inverse)]
+}
+
+impl<N: Numbering> Form for Fours<N> {
+    const DTYPE: u16 = N::DTYPE;
     const CHUNK: u32 = FOUR_ELEMS;
     const ROW_MULTIPLE: u32 = FOUR_ELEMS;
     // Of an odd number of them there is room for one more.
@@ -101,11 +103,11 @@ impl Form for Four {
     const ZERO: f32 = 0.0;
 
     fn row_bytes(k: u32) -> u32 {
-        <Four as Packed>::row_bytes(k)
+        <Fours<N> as Packed>::row_bytes(k)
     }
 
     fn swap(k: u32) -> u32 {
-        whole::swap(k / FOUR_ELEMS, <Four as Packed>::row_bytes(k))
+        whole::swap(k / FOUR_ELEMS, <Fours<N> as Packed>::row_bytes(k))
     }
 
     fn words(k: u32) -> u32 {
@@ -113,7 +115,7 @@ impl Form for Four {
     }
 
     fn place(chunk: u32) -> [u32; 2] {
-        Four::line(chunk)
+        Self::line(chunk)
     }
 
     fn lane_at(block: &Block) -> u32 {
@@ -134,7 +136,7 @@ impl Form for Four {
         let begins_second = at & HALF != 0;
         let in_order = |one: u32, other: u32| if begins_second { (other, one) } else { (one, other) };
         let ((a, c), (b, d)) = (in_order(a, c), in_order(b, d));
-        Levels::of(LevelTable::OF_Q4, (a, b), (c, d), (s, t))
+        Levels::of::<N>(N::OWN, (a, b), (c, d), (s, t))
     }
 
     unsafe fn values(column: &Column, chunk: &Chunk, chunks: u32) -> Self::Values {
@@ -147,7 +149,8 @@ impl Form for Four {
         unsafe {
             let (low, high) = (shared::load8(at), shared::load8(at + 2 * CHUNK_WORDS));
             let scale = f32::from_bits(shared::load(scale));
-            let less = (warp::mma_bytes([LESS; 4], low, BEGIN), warp::mma_bytes([LESS; 4], high, BEGIN));
+            let rows = [const { less::<N>() }; 4];
+            let less = (warp::mma_bytes(rows, low, BEGIN), warp::mma_bytes(rows, high, BEGIN));
             let begin = ((less.0[0], less.0[3]), (less.1[0], less.1[3]));
             // Of a chunk that is not there what is multiplied is nothing, whatever the numbers are.
             (low.into(), high.into(), begin.0, begin.1, scale)
@@ -177,7 +180,7 @@ impl Form for Four {
         // SAFETY: the caller's promise; sixteen neighbours have a chunk, whose number of units is one of sixteens.
         unsafe {
             let [scale, inverse] = scale_of(largest_of::<16>(values));
-            let [[high, low], [next_high, next_low]] = eight_in_bytes(values, inverse);
+            let [[high, low], [next_high, next_low]] = eight_in_bytes::<N>(values, inverse);
             if is_there {
                 let (within, term) = (unit % 16, term_words(k / FOUR_ELEMS));
                 let at = TERMS + chunk_at(unit / 16) + within / 8 * 2 * CHUNK_WORDS + within % 8 * 2;
@@ -208,12 +211,12 @@ pub(crate) struct Numbers {
 
 impl Numbers {
     /// Those of sixteen elements, and of the sixteen that are in the same bytes' high halves.
-    fn of((a, b): ([f32; 8], [f32; 8]), (c, d): ([f32; 8], [f32; 8])) -> Numbers {
+    fn of<N: Numbering>((a, b): ([f32; 8], [f32; 8]), (c, d): ([f32; 8], [f32; 8])) -> Numbers {
         let [scale, inverse] = scale_of(largest(a).max(largest(b)).max(largest(c).max(largest(d))));
-        let eight = |values: [f32; 8]| eight_in_bytes(values, inverse);
+        let eight = |values: [f32; 8]| eight_in_bytes::<N>(values, inverse);
         let ([a, b], [c, d], [e, f], [g, h]) = (eight(a), eight(b), eight(c), eight(d));
         let begins = |at: usize| {
-            let less = |word: u32, sum: i32| dot_bytes(LESS, word, sum);
+            let less = |word: u32, sum: i32| dot_bytes(const { less::<N>() }, word, sum);
             let four = |a: u32, b: u32, c: u32, d: u32| less(a, less(b, less(c, less(d, SHIFT.to_bits() as i32))));
             (four(a[at], b[at], c[at], d[at]), four(e[at], f[at], g[at], h[at]))
         };
@@ -227,7 +230,7 @@ impl Numbers {
     }
 }
 
-impl Units for Four {
+impl<N: Numbering> Units for Fours<N> {
     const UNIT: u32 = 32;
     const LONG_ROW_MULTIPLE: u32 = FOUR_ELEMS;
     const MOST: u32 = 2;
@@ -243,16 +246,16 @@ impl Units for Four {
     }
 
     fn unit(row: &First<'_>, (low, high): Self::Asked) -> Numbers {
-        Numbers::of((row.values(low.0), row.values(low.1)), (row.values(high.0), row.values(high.1)))
+        Numbers::of::<N>((row.values(low.0), row.values(low.1)), (row.values(high.0), row.values(high.1)))
     }
 
     /// Here of sixteen bytes in a row; of their scales each is the first of its two.
     unsafe fn weights(at: u32, unit: u32) -> Levels {
-        let [bytes, scales] = Four::line(unit / 4);
+        let [bytes, scales] = Self::line(unit / 4);
         let quarter = unit % 4;
         // SAFETY: the caller's promise.
         let fetched = unsafe { (bulk::load16(at + bytes + quarter * 16), bulk::load8(at + scales)) };
-        Levels::of_unit(LevelTable::OF_Q4, unit, fetched)
+        Levels::of_unit::<N>(N::OWN, unit, fetched)
     }
 
     fn multiply(sums: &mut [f32; 4], i: usize, weights: Levels, row: Numbers) {
@@ -266,13 +269,13 @@ impl Units for Four {
             low[j / 4] = dot_bytes(bytes[j], row.low[j], low[j / 4]);
         }
         let of = |half: usize| fma(whole(high[half]), 256.0, whole(low[half]));
-        let scale = |word: u32| Four::scale(word, 0) * row.scale;
+        let scale = |word: u32| Self::scale(word, 0) * row.scale;
         sums[i % 2] = fma(of(0), scale(weights.scales.0), sums[i % 2]);
         sums[2 + i % 2] = fma(of(1), scale(weights.scales.1), sums[2 + i % 2]);
     }
 }
 
-impl Afar for Four {
+impl<N: Numbering> Afar for Fours<N> {
     const AT_ONCE: u32 = 2;
     const FILLED: u32 = FOUR_ELEMS;
     /// Bytes, and their line's scales.
@@ -280,7 +283,7 @@ impl Afar for Four {
     const IS_MADE: bool = true;
 
     unsafe fn fetch(row: *const u8, unit: u32) -> Self::Fetched {
-        let [bytes, scales] = Four::line(unit / 4);
+        let [bytes, scales] = Self::line(unit / 4);
         // SAFETY: the caller's promise; a line's scales are eight bytes, and on as many.
         unsafe {
             let scales: u64 = memory::load(row.wrapping_add(scales as usize).cast());
@@ -289,27 +292,27 @@ impl Afar for Four {
         }
     }
 
-    fn fetched(table: LevelTable, unit: u32, fetched: Self::Fetched) -> Levels {
-        Levels::of_unit(table, unit, fetched)
+    fn fetched(table: N::Table, unit: u32, fetched: Self::Fetched) -> Levels {
+        Levels::of_unit::<N>(table, unit, fetched)
     }
 
     unsafe fn make(unit: u32, k: u32) {
         // SAFETY: the caller's promise.
-        unsafe { make_numbers::<Four>(unit, k) }
+        unsafe { make_numbers::<Self>(unit, k) }
     }
 
     unsafe fn made(unit: u32) -> Numbers {
         // SAFETY: the caller's promise.
-        unsafe { made_numbers::<Four>(unit) }
+        unsafe { made_numbers::<Self>(unit) }
     }
 }
 
 /// High bytes, low ones, and what sums begin with.
-impl Numbered for Four {
+impl<N: Numbering> Numbered for Fours<N> {
     const FOURS: u32 = 5;
 
     fn of([a, b, c, d]: [[f32; 8]; 4]) -> Numbers {
-        Numbers::of((a, b), (c, d))
+        Numbers::of::<N>((a, b), (c, d))
     }
 
     fn in_fours(row: Numbers) -> ([[u32; 4]; 5], f32) {

@@ -57,6 +57,10 @@ macro_rules! by_form {
                 type $F = $crate::gpu::packed::Four;
                 $body
             }
+            $crate::gpu::thin::Kind::Nibbles => {
+                type $F = $crate::gpu::packed::Nibbles;
+                $body
+            }
         }
     };
 }
@@ -74,7 +78,7 @@ mod terms;
 mod whole;
 
 use super::packed::{Eight, Four};
-use super::{BF16, MX4, Q4, Q8};
+use super::{BF16, INT4, MX4, Q4, Q8};
 use crate::arch::shared;
 use crate::block::Block;
 pub(crate) use form::{Brain, Form};
@@ -111,16 +115,29 @@ pub(crate) enum Kind {
     Brain,
     Eight,
     Four,
+    Nibbles,
 }
 
 impl Kind {
     /// That of weights of this type, if they have one.
     fn of(dtype: u16) -> Option<Kind> {
-        match dtype {
-            BF16 => Some(Kind::Brain),
-            Q8 => Some(Kind::Eight),
-            Q4 => Some(Kind::Four),
-            _ => None,
+        let of_lines = match if dtype == INT4 { Q4 } else { dtype } {
+            BF16 => 0,
+            Q8 => 1,
+            Q4 => 2,
+            _ => return None,
+        };
+        // PERF: a fourth type in the match would make it a table in memory.
+        Some(Kind::numbered(of_lines + u32::from(dtype == INT4)))
+    }
+
+    /// The one of this number; beyond the last, the last.
+    fn numbered(number: u32) -> Kind {
+        match number {
+            0 => Kind::Brain,
+            1 => Kind::Eight,
+            2 => Kind::Four,
+            _ => Kind::Nibbles,
         }
     }
 

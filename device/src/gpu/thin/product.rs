@@ -64,7 +64,7 @@ impl Of {
 
 impl Product {
     /// What a record says of such a task ([`Turn::known`](perpetua_shared::Turn::known)): one more than its kind, in
-    /// the lowest two bits, and [what it is of](Of), then what it divides by. Zeros, if `task`, whose `operands` have
+    /// the lowest three bits, and [what it is of](Of), then what it divides by. Zeros, if `task`, whose `operands` have
     /// addresses, is none.
     #[cfg(not(target_arch = "nvptx64"))]
     pub(crate) fn known(task: &TaskDesc, operands: &[Operand], is_aligned: impl Fn(&Operand) -> bool) -> [u32; 4] {
@@ -98,10 +98,10 @@ impl Product {
     }
 
     // Beside the kind in its word.
-    const TWO: u32 = 4;
-    const MERGES: u32 = 8;
+    const TWO: u32 = 8;
+    const MERGES: u32 = 16;
     /// The task has no other row.
-    const ONE: u32 = 16;
+    const ONE: u32 = 32;
 
     /// The task of `call`, if it is such, in a pass of one row. One question, since each is waited for.
     pub(crate) fn of(call: &Call<'_>) -> Option<Product> {
@@ -111,12 +111,8 @@ impl Product {
         let is_row = of.merges | (rows == 1) | ((rows != 0) & (form & Self::ONE != 0));
         // None are left where nobody brings tiles.
         let left = call.tiles.map_or(0, Tiles::left);
-        let kind = match form % 4 {
-            1 => Kind::Brain,
-            2 => Kind::Eight,
-            _ => Kind::Four,
-        };
-        ((form % 4 != 0) & is_row & (left != 0) & call.uses(Technique::ThinProducts)).then_some(Product {
+        let kind = Kind::numbered((form % 8).wrapping_sub(1));
+        ((form % 8 != 0) & is_row & (left != 0) & call.uses(Technique::ThinProducts)).then_some(Product {
             kind,
             of,
             per_row,

@@ -11,7 +11,7 @@ use super::*;
 use crate::cpu::gemm::{self, InPlace, Supply, Weights};
 use crate::cpu::outer::{self, Outer, Products};
 use crate::cpu::rows::{self, Row};
-use crate::cpu::simd::{Body, Leaf, Level, Mx4, Q4, Simd, activate};
+use crate::cpu::simd::{Body, Int4, Leaf, Level, Mx4, Q4, Simd, activate};
 use crate::io::Tensor;
 use core::marker::PhantomData;
 use perpetua_shared::DType;
@@ -58,7 +58,7 @@ impl By {
         if x.extent(0) >= 2
             && scratch.isa.multiplies_pairs()
             && match w.dtype() {
-                DType::Q8 | DType::Q4 | DType::Mx4 => matches!(order, Order::Prompt | Order::Rounded),
+                DType::Q8 | DType::Q4 | DType::Mx4 | DType::Int4 => matches!(order, Order::Prompt | Order::Rounded),
                 DType::Bf16 => order == Order::Rounded,
                 _ => false,
             }
@@ -98,6 +98,7 @@ pub(in crate::kernels) trait Supplied: Sized {
                 DType::Q8 => self.supplied::<Vectors, AsPairs<Q8>>(),
                 DType::Q4 => self.supplied::<Vectors, AsPairs<Fours<Q4>>>(),
                 DType::Mx4 => self.supplied::<Vectors, AsPairs<Fours<Mx4>>>(),
+                DType::Int4 => self.supplied::<Vectors, AsPairs<Fours<Int4>>>(),
                 _ => self.supplied::<Vectors, InPlace<Pairs>>(),
             }
         }
@@ -126,6 +127,7 @@ pub(in crate::kernels) trait InPanels: Sized {
                 DType::Q8 => self.in_panels::<S, Tiles<InTerms<Q8, 2>>>(),
                 DType::Q4 => self.in_panels::<S, Tiles<InTerms<Fours<Q4>, 2>>>(),
                 DType::Mx4 => self.in_panels::<S, Tiles<InTerms<Fours<Mx4>, 1>>>(),
+                DType::Int4 => self.in_panels::<S, Tiles<InTerms<Fours<Int4>, 2>>>(),
                 _ => self.in_panels::<S, Tiles<InTerms<F32, 2>>>(),
             }
         }
@@ -150,6 +152,7 @@ pub(in crate::kernels) unsafe fn form<L: Level>(products: impl InPanels + Suppli
             (By::Lanes, DType::Q8) => products.supplied::<L::S, InPlace<L::Q8>>(),
             (By::Lanes, DType::Q4) => products.supplied::<L::S, InPlace<L::Fours<Q4>>>(),
             (By::Lanes, DType::Mx4) => products.supplied::<L::S, InPlace<L::Fours<Mx4>>>(),
+            (By::Lanes, DType::Int4) => products.supplied::<L::S, InPlace<L::Fours<Int4>>>(),
             (By::Lanes, _) => products.supplied::<L::S, InPlace<L::F32>>(),
         }
     }

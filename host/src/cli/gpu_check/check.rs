@@ -1109,7 +1109,7 @@ fn distance(expected: &[f32], found: &[f32]) -> f64 {
 }
 
 /// Models with what `transformers` makes of them, one of each that has operators of its own, or a part of one.
-const FIXTURES: [&str; 20] = [
+const FIXTURES: [&str; 22] = [
     "tiny-qwen3",
     "tiny-llama",
     "tiny-qwen2",
@@ -1130,6 +1130,8 @@ const FIXTURES: [&str; 20] = [
     "tiny-gemma4-moe",
     "tiny-glm4-moe-lite",
     "tiny-hunyuan",
+    "tiny-qwen3-awq",
+    "tiny-llama-gptq",
 ];
 
 /// Those of them that a simulated GPU, which takes half a minute for each, is given: a dense one, and one of experts.

@@ -66,7 +66,7 @@ impl Experts {
             && [Some(gate), ops[down].slots[experts_down::slot::W]]
                 .iter()
                 .flatten()
-                .all(|t| matches!(table[*t].dtype, DType::Bf16 | DType::Q8 | DType::Q4 | DType::Mx4));
+                .all(|t| matches!(table[*t].dtype, DType::Bf16 | DType::Q8 | DType::Q4 | DType::Mx4 | DType::Int4));
         let [rows, slots, _] = table[y].shape[..] else { return Ok(None) };
         let span = |t: TensorId| 4 * table[t].strides[0] * rows;
         let fits = (2..=routed_linear::MAX_ROWS as usize).contains(&rows)

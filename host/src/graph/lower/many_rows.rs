@@ -375,7 +375,7 @@ pub(super) fn is_product(op: &Operator, table: &TensorTable) -> bool {
 fn takes_brains(op: &Operator, table: &TensorTable) -> bool {
     let n = n_matrices(op);
     let are_all = |dtype| op.slots[W..W + n].iter().all(|t| t.is_some_and(|t| table[t].dtype == dtype));
-    let are_taken = [DType::Bf16, DType::Q8, DType::Q4, DType::Mx4].into_iter().any(are_all);
+    let are_taken = [DType::Bf16, DType::Q8, DType::Q4, DType::Mx4, DType::Int4].into_iter().any(are_all);
     n > 0 && are_taken && op.slots[X].is_some_and(|x| table[x].shape[0] > 1)
 }
 
@@ -438,7 +438,7 @@ impl Sizes {
         let [step, rows] = if is_narrow { part::NARROW } else { part::WIDE };
         let [cycles, of_rows] = match self.dtype {
             DType::Q8 => part::EIGHTS,
-            DType::Q4 | DType::Mx4 => part::FOURS,
+            DType::Q4 | DType::Mx4 | DType::Int4 => part::FOURS,
             _ => [0, 1],
         };
         let brought = step + copied * rows + multiplied_width * cycles / of_rows;

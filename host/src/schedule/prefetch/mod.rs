@@ -259,7 +259,7 @@ const MOST_LINES_BYTES: u64 = 24 << 10;
 fn is_carried(operand: &Operand) -> bool {
     let most = match operand.dtype() {
         Some(DType::F32 | DType::Bf16 | DType::F16) => u64::MAX,
-        Some(DType::Q8 | DType::Q4) => MOST_LINES_BYTES,
+        Some(DType::Q8 | DType::Q4 | DType::Int4) => MOST_LINES_BYTES,
         _ => return false,
     };
     let operand = operand.strided();
@@ -569,7 +569,7 @@ mod tests {
     /// Their elements have no strides: what is taken is their bytes, scales and all, in pieces as large as others'.
     #[test]
     fn rows_in_fewer_bits_are_taken_whole() {
-        for dtype in [DType::Q8, DType::Q4] {
+        for dtype in [DType::Q8, DType::Q4, DType::Int4] {
             let [rows, k] = [300, 1000];
             let row_bytes = dtype.tensor_bytes(&[k]);
             let operand = Operand {
