@@ -90,8 +90,7 @@ impl Packing {
     fn across(self, row: &[u8], r: usize, add: u32) -> u32 {
         let (bits, at) = match self {
             Packing::Columns { bits } => (bits, r % (32 / bits as usize)),
-            // Where the order has it.
-            Packing::Awq => (4, [0, 4, 1, 5, 2, 6, 3, 7][r % 8]),
+            Packing::Awq => (4, AWQ_ORDER.iter().position(|of| *of == r % 8).unwrap_or(0)),
             Packing::Rows { .. } | Packing::Bytes => unreachable!("their words do not"),
         };
         let word = word(&row[r / (32 / bits as usize) * 4..]).wrapping_add(add);
@@ -219,7 +218,7 @@ impl<'w> Sources<'_, 'w> {
         shaped(found, expected)
     }
 
-    /// Scales, floats, of which there is one a group, and how many columns that is, `group` if one says so.
+    /// Scales, floats, of which there is one a group; and how many columns that is, `group` if one says so.
     fn scales(
         &mut self,
         suffix: &str,
@@ -238,15 +237,15 @@ impl<'w> Sources<'_, 'w> {
             let (name, given) = (found.name.to_owned(), found.shape.to_owned());
             Err(ModelError::TensorShape { name, given, expected: shape_of(groups) })
         };
+        // Of compressed-tensors all may share one.
+        let is_one = |found: Found<'_>| suffix == "weight_scale" && found.shape.iter().all(|n| *n == 1);
         // A layer may have others than config.json says of most.
         let size = |groups: usize| match group {
             Some(group) if k.div_ceil(group) == groups => Some(group),
             _ => k.is_multiple_of(groups).then_some(k / groups),
         };
         match groups.map(|groups| (groups, size(groups))) {
-            Some((groups, Some(size))) if shape_of(groups) == found.shape || found.shape.iter().all(|n| *n == 1) => {
-                Ok(size)
-            }
+            Some((groups, Some(size))) if shape_of(groups) == found.shape || is_one(found) => Ok(size),
             _ => expected(group.map_or(1, |group| k.div_ceil(group))),
         }
     }
@@ -1102,6 +1101,7 @@ mod tests {
         );
         refused(&|files| files.words("w.qzeros", &[2, 3], &[0; 6]), "w.qzeros: shape [2, 3], expected [2, 2]");
         refused(&|files| files.halves("w.scales", &[3, 16], &[1.0; 48]), "w.scales: shape [3, 16], expected [2, 16]");
+        refused(&|files| files.halves("w.scales", &[1, 1], &[1.0]), "w.scales: shape [1, 1], expected [2, 16]");
         refused(&|files| files.halves("w.scales", &[32], &[1.0; 32]), "w.scales: shape [32], expected [2, 16]");
         refused(&|files| files.words("w.scales", &[2, 16], &[0; 32]), "w.scales: dtype i32, expected bf16, f16 or f32");
         refused(&|files| files.halves("w.qzeros", &[2, 2], &[0.0; 4]), "w.qzeros: dtype f16, expected i32");
