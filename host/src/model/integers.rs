@@ -467,6 +467,16 @@ fn shaped(found: Found<'_>, expected: &[usize]) -> Result<(), ModelError> {
     }
 }
 
+/// The numbers of a word, as many as `out` has.
+fn take_apart(word: u32, bits: u32, out: &mut [i16]) {
+    let number = |i: u32| (word >> (bits * i) & ((1 << bits) - 1)) as i16;
+    match <&mut [i16; 8]>::try_from(&mut *out) {
+        // A whole word of most matrices: without a loop.
+        Ok(out) if bits == 4 => *out = [0, 1, 2, 3, 4, 5, 6, 7].map(|i| (word >> (4 * i) & 15) as i16),
+        _ => out.iter_mut().zip(0..).for_each(|(out, i)| *out = number(i)),
+    }
+}
+
 fn word(bytes: &[u8]) -> u32 {
     u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
 }
@@ -566,61 +576,63 @@ struct Groups<'p> {
 impl Groups<'_> {
     fn make(&self, dtype: DType, row_bytes: usize, out: &mut [u8]) -> Result<(), [usize; 2]> {
         let k = self.shape[1];
-        let mut numbers = vec![0; TOGETHER * k];
+        // An odd number of cache lines: rows that are written side by side would push each other out otherwise.
+        let pitch = (k.div_ceil(32) | 1) * 32;
+        let mut numbers = vec![0; TOGETHER * pitch];
         for (some, out) in out.chunks_mut(TOGETHER * row_bytes).enumerate() {
             let (first, rows) = (some * TOGETHER, out.len() / row_bytes);
-            self.numbers(first, rows, &mut numbers);
-            for ((r, out), numbers) in (first..).zip(out.chunks_exact_mut(row_bytes)).zip(numbers.chunks_exact_mut(k)) {
+            self.numbers(first, rows, pitch, &mut numbers);
+            let made = out.chunks_exact_mut(row_bytes).zip(numbers.chunks_exact(pitch));
+            for (r, (out, numbers)) in (first..).zip(made) {
                 match dtype {
-                    DType::Int4 => self.in_fours(r, numbers, out)?,
-                    DType::Q8 => self.in_blocks(r, numbers, out)?,
-                    _ => self.in_bf16(r, numbers, out)?,
+                    DType::Int4 => self.in_fours(r, &numbers[..k], out)?,
+                    DType::Q8 => self.in_blocks(r, &numbers[..k], out)?,
+                    _ => self.in_bf16(r, &numbers[..k], out)?,
                 }
             }
         }
         Ok(())
     }
 
-    /// Those of rows from `first` on, as files have them.
-    fn numbers(&self, first: usize, rows: usize, out: &mut [i16]) {
+    /// Those of rows from `first` on, as files have them, a row every `pitch`.
+    fn numbers(&self, first: usize, rows: usize, pitch: usize, out: &mut [i16]) {
         let [n, k] = self.shape;
         let words = |at: usize| word(&self.words[4 * at..]);
         match self.packing {
             Packing::Columns { bits } => {
-                let (in_word, most) = (32 / bits as usize, (1u32 << bits) - 1);
+                let in_word = 32 / bits as usize;
                 for (at, column) in (0..k).step_by(in_word).enumerate() {
-                    let end = k.min(column + in_word);
+                    let here = in_word.min(k - column);
                     for r in 0..rows {
-                        let word = words(at * n + first + r);
-                        let out = &mut out[r * k + column..r * k + end];
-                        out.iter_mut().zip(0..).for_each(|(out, i)| *out = (word >> (bits * i) & most) as i16);
+                        take_apart(words(at * n + first + r), bits, &mut out[r * pitch + column..][..here]);
                     }
                 }
             }
             Packing::Awq => {
                 let in_row = n.div_ceil(8);
                 for column in 0..k {
+                    // Beyond the last row there is room.
                     for eight in (0..rows).step_by(8) {
                         let word = words(column * in_row + (first + eight) / 8);
-                        for (i, of) in AWQ_ORDER.into_iter().enumerate().filter(|(_, of)| eight + of < rows) {
-                            out[(eight + of) * k + column] = (word >> (4 * i) & 15) as i16;
+                        for (i, of) in AWQ_ORDER.into_iter().enumerate() {
+                            out[(eight + of) * pitch + column] = (word >> (4 * i) & 15) as i16;
                         }
                     }
                 }
             }
             Packing::Rows { bits } => {
-                let (in_word, most) = (32 / bits as usize, (1u32 << bits) - 1);
-                let in_row = k.div_ceil(in_word);
-                for (r, out) in out.chunks_exact_mut(k).take(rows).enumerate() {
-                    for (at, out) in out.chunks_mut(in_word).enumerate() {
-                        let word = words((first + r) * in_row + at);
-                        out.iter_mut().zip(0..).for_each(|(out, i)| *out = (word >> (bits * i) & most) as i16);
+                let in_word = 32 / bits as usize;
+                for (r, out) in out.chunks_exact_mut(pitch).take(rows).enumerate() {
+                    for (at, out) in out[..k].chunks_mut(in_word).enumerate() {
+                        take_apart(words((first + r) * k.div_ceil(in_word) + at), bits, out);
                     }
                 }
             }
             Packing::Bytes => {
-                let bytes = self.words[first * k..].iter().map(|byte| i16::from(*byte as i8));
-                out[..rows * k].iter_mut().zip(bytes).for_each(|(out, byte)| *out = byte);
+                let bytes = self.words.chunks_exact(k).skip(first);
+                for (out, bytes) in out.chunks_exact_mut(pitch).zip(bytes).take(rows) {
+                    out.iter_mut().zip(bytes).for_each(|(out, byte)| *out = i16::from(*byte as i8));
+                }
             }
         }
     }
