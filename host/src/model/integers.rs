@@ -21,7 +21,7 @@
 
 use half::bf16;
 use perpetua_shared::DType;
-use perpetua_shared::dtype::{Q4_BLOCK, Q8, q4_at};
+use perpetua_shared::dtype::{MX4_LEVELS, Q4_BLOCK, Q8, q4_at};
 use safetensors::tensor::Dtype as FileDtype;
 use serde_json::Value;
 
@@ -36,9 +36,6 @@ const TOGETHER: usize = 128;
 
 /// Which of eight rows AWQ's word has in its four bits i.
 const AWQ_ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
-
-/// The numbers of E2M1, a sign, two bits of exponent, one of mantissa.
-const E2M1: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
 /// Elements along a row that share a scale in NVFP4.
 const NVFP4_GROUP: usize = 16;
@@ -93,8 +90,7 @@ impl Packing {
             Packing::Awq => (4, AWQ_ORDER.iter().position(|of| *of == r % 8).unwrap_or(0)),
             Packing::Rows { .. } | Packing::Bytes => unreachable!("their words do not"),
         };
-        let word = word(&row[r / (32 / bits as usize) * 4..]).wrapping_add(add);
-        word >> (bits * at as u32) & ((1 << bits) - 1)
+        number(word(&row[r / (32 / bits as usize) * 4..]).wrapping_add(add), bits, at)
     }
 }
 
@@ -211,7 +207,7 @@ impl<'w> Sources<'_, 'w> {
             .ok_or_else(|| ModelError::BesideAbsent { name: self.name(suffix), beside: beside.to_owned() })
     }
 
-    /// The first of all, in words of `bits` of which there should be these.
+    /// The first of all, words, of which there should be these.
     fn words(&mut self, suffix: &str, expected: &[usize]) -> Result<(), ModelError> {
         let (_, found) = self.need(suffix)?;
         typed(found, FileDtype::I32)?;
@@ -278,7 +274,12 @@ impl<'w> Sources<'_, 'w> {
         let ones = u32::MAX / ((1u32 << bits) - 1);
         // Of differences of eight bits only those from the middle are bytes.
         let (add, middle) = (if are_less { ones } else { 0 }, 1 << (bits - 1));
-        let of_row = |row: &[u8]| (0..n).all(|r| packing.across(row, r, add) == middle);
+        // Whole words at once: of most matrices there are no others, and all of them are asked where a model is opened.
+        let whole = n / in_word;
+        let of_row = |row: &[u8]| {
+            row.chunks_exact(4).take(whole).all(|bytes| word(bytes).wrapping_add(add) == ones * middle)
+                && (whole * in_word..n).all(|r| packing.across(row, r, add) == middle)
+        };
         let are_in_middle = zeros.bytes.chunks_exact(zeros.bytes.len() / groups).all(of_row);
         let rest = match bits {
             4 if are_in_middle => Rest::Fours,
@@ -469,12 +470,16 @@ fn shaped(found: Found<'_>, expected: &[usize]) -> Result<(), ModelError> {
 
 /// The numbers of a word, as many as `out` has.
 fn take_apart(word: u32, bits: u32, out: &mut [i16]) {
-    let number = |i: u32| (word >> (bits * i) & ((1 << bits) - 1)) as i16;
     match <&mut [i16; 8]>::try_from(&mut *out) {
         // A whole word of most matrices: without a loop.
         Ok(out) if bits == 4 => *out = [0, 1, 2, 3, 4, 5, 6, 7].map(|i| (word >> (4 * i) & 15) as i16),
-        _ => out.iter_mut().zip(0..).for_each(|(out, i)| *out = number(i)),
+        _ => out.iter_mut().enumerate().for_each(|(i, out)| *out = number(word, bits, i) as i16),
     }
+}
+
+/// Number `at` of a word of numbers of so many bits, the first in the lowest.
+fn number(word: u32, bits: u32, at: usize) -> u32 {
+    word >> (bits * at as u32) & ((1 << bits) - 1)
 }
 
 fn word(bytes: &[u8]) -> u32 {
@@ -542,7 +547,8 @@ impl Integers {
                     let scale = fp8::number_or_nan(parts[SCALES].bytes[r * groups + c / NVFP4_GROUP]);
                     if *divides { scale / of_all } else { scale * of_all }
                 };
-                in_bf16([n, k], out, |r, c| E2M1[usize::from(number(r, c))] * scale(r, c))
+                // Levels are twice the numbers.
+                in_bf16([n, k], out, |r, c| f32::from(MX4_LEVELS[usize::from(number(r, c))]) / 2.0 * scale(r, c))
             }
         }
     }
@@ -550,14 +556,18 @@ impl Integers {
 
 /// Writes these elements.
 fn in_bf16([n, k]: [usize; 2], out: &mut [u8], element: impl Fn(usize, usize) -> f32) -> Result<(), [usize; 2]> {
-    for (r, row) in out.chunks_exact_mut(2 * k).take(n).enumerate() {
-        for (c, out) in row.chunks_exact_mut(2).enumerate() {
-            let element = bf16::from_f32(element(r, c));
-            if !element.is_finite() {
-                return Err([r, c]);
-            }
-            out.copy_from_slice(&element.to_le_bytes());
+    let mut rows = out.chunks_exact_mut(2 * k).take(n).enumerate();
+    rows.try_for_each(|(r, row)| row_in_bf16(r, row, |c| element(r, c)))
+}
+
+/// Writes those of row `r`.
+fn row_in_bf16(r: usize, out: &mut [u8], element: impl Fn(usize) -> f32) -> Result<(), [usize; 2]> {
+    for (c, out) in out.chunks_exact_mut(2).enumerate() {
+        let element = bf16::from_f32(element(c));
+        if !element.is_finite() {
+            return Err([r, c]);
         }
+        out.copy_from_slice(&element.to_le_bytes());
     }
     Ok(())
 }
@@ -647,17 +657,16 @@ impl Groups<'_> {
             Zeros::Bytes { more, .. } => i16::from(bytes[r * groups + group] as i8) + more,
             Zeros::Packed { add, .. } => {
                 let row = |words: usize| &bytes[4 * group * words..];
-                let number = match self.packing {
+                let zero = match self.packing {
                     Packing::Columns { bits } => self.packing.across(row(n.div_ceil(32 / bits as usize)), r, add),
                     Packing::Awq => self.packing.across(row(n.div_ceil(8)), r, add),
                     Packing::Rows { bits } => {
                         let in_word = 32 / bits as usize;
-                        let word = word(&bytes[4 * (r / in_word * groups + group)..]);
-                        word >> (bits * (r % in_word) as u32) & ((1 << bits) - 1)
+                        number(word(&bytes[4 * (r / in_word * groups + group)..]), bits, r % in_word)
                     }
                     Packing::Bytes => unreachable!("bytes have bytes"),
                 };
-                number as i16
+                zero as i16
             }
         }
     }
@@ -712,15 +721,10 @@ impl Groups<'_> {
         let groups = self.shape[1].div_ceil(self.group);
         let of: Vec<(i16, f32)> = (0..groups).map(|group| (self.zero(r, group), self.scale(r, group))).collect();
         let group = |c: usize| self.order.as_ref().map_or(c / self.group, |order| order[c]);
-        for (c, (out, number)) in out.chunks_exact_mut(2).zip(numbers).enumerate() {
+        row_in_bf16(r, out, |c| {
             let (zero, scale) = of[group(c)];
-            let element = bf16::from_f32(f32::from(number - zero) * scale);
-            if !element.is_finite() {
-                return Err([r, c]);
-            }
-            out.copy_from_slice(&element.to_le_bytes());
-        }
-        Ok(())
+            f32::from(numbers[c] - zero) * scale
+        })
     }
 }
 

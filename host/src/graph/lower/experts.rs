@@ -9,6 +9,7 @@
 //! add in its own order and needs neither; but each of 128 blocks of 16 columns would read all slots' rows, 805 MB, 146
 //! us.
 
+use super::many_rows::are_multiplied_as_brains;
 use super::*;
 use crate::graph::kernel::GraphError;
 use perpetua_device::kernels::gated_linear::Gating;
@@ -66,7 +67,7 @@ impl Experts {
             && [Some(gate), ops[down].slots[experts_down::slot::W]]
                 .iter()
                 .flatten()
-                .all(|t| matches!(table[*t].dtype, DType::Bf16 | DType::Q8 | DType::Q4 | DType::Mx4 | DType::Int4));
+                .all(|t| are_multiplied_as_brains(table[*t].dtype));
         let [rows, slots, _] = table[y].shape[..] else { return Ok(None) };
         let span = |t: TensorId| 4 * table[t].strides[0] * rows;
         let fits = (2..=routed_linear::MAX_ROWS as usize).contains(&rows)

@@ -371,12 +371,17 @@ pub(super) fn is_product(op: &Operator, table: &TensorTable) -> bool {
     takes_brains(op, table) && !op.axes.iter().any(are_heads)
 }
 
+/// Whether tensor cores multiply rows in bf16 with weights of this type.
+pub(super) fn are_multiplied_as_brains(dtype: DType) -> bool {
+    dtype == DType::Bf16 || dtype.lines().is_some()
+}
+
 /// Whether `op` is one that multiplies rows in bf16: such a product, or a head's each.
 fn takes_brains(op: &Operator, table: &TensorTable) -> bool {
     let n = n_matrices(op);
     let are_all = |dtype| op.slots[W..W + n].iter().all(|t| t.is_some_and(|t| table[t].dtype == dtype));
-    let are_taken = [DType::Bf16, DType::Q8, DType::Q4, DType::Mx4, DType::Int4].into_iter().any(are_all);
-    n > 0 && are_taken && op.slots[X].is_some_and(|x| table[x].shape[0] > 1)
+    let are_taken = |t: TensorId| are_multiplied_as_brains(table[t].dtype) && are_all(table[t].dtype);
+    n > 0 && op.slots[W].is_some_and(are_taken) && op.slots[X].is_some_and(|x| table[x].shape[0] > 1)
 }
 
 /// Per buffer, whether it is of f32, and one operator writes it and only [products](is_product), experts' too, read it,
@@ -438,7 +443,7 @@ impl Sizes {
         let [step, rows] = if is_narrow { part::NARROW } else { part::WIDE };
         let [cycles, of_rows] = match self.dtype {
             DType::Q8 => part::EIGHTS,
-            DType::Q4 | DType::Mx4 | DType::Int4 => part::FOURS,
+            dtype if dtype.levels().is_some() => part::FOURS,
             _ => [0, 1],
         };
         let brought = step + copied * rows + multiplied_width * cycles / of_rows;
